@@ -21,6 +21,7 @@ import torch
 
 HEADER = struct.Struct("=BxxxIQQQ")
 KEY_BYTES = 16
+WIRE_VERSION = 3  # of what travels between hosts, greetings included
 MAX_TEXT_BYTES = 8192
 MAX_RANKS = 1 << 24
 CHUNK_BYTES = 4 << 20
@@ -46,7 +47,7 @@ def cut(parts: Sequence[Flat], start: int, length: int) -> Iterator[Flat]:
 class Kind(enum.IntEnum):
     """Kinds of frames, with the meaning of their numbers."""
 
-    HELLO = 1  # number: rank; a: what the connection is for; b: the rank that is called; c: version; see _links
+    HELLO = 1  # number: rank; a: what the connection is for; b: the rank that is called; c: version; see _rendezvous
     POST = 2  # number: the poster's signal; a: 1 to wake the daemon
     WRITE = 3  # number: buffer; a: offset; b: bytes, which follow
     READ = 4  # number: buffer; a: offset; b: bytes; c: request

@@ -183,6 +183,7 @@ class Link(Peer):
     def _set_options(self) -> None:
         for connection in (self.data, self.control, self.keepalive):
             connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.control.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _CONTROL_TIMEOUT_MS)
         self.keepalive.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:

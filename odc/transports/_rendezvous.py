@@ -1,13 +1,13 @@
-"""How the ranks of one host meet in set-up: file descriptors are passed on a mesh of Unix sockets.
+"""How ranks meet in set-up: each calls those below it and lets in those above it, one connection for each purpose.
+Within a host these are Unix sockets, on which file descriptors are passed; between hosts TCP, for the links.
 
-Abstract addresses: no file, no port. Every connection must come from the same user (SO_PEERCRED) and show the key of
-this job, which travelled over the process group; a frame has a fixed size, so there is nothing to parse and no length
-to lie about. The mesh is closed when set-up ends.
+Whoever comes says who it is and whom it calls, and proves that it holds the key of this job, which travelled over the
+process group; so does the answer. Frames have a fixed size, so there is nothing to parse and no length to lie about.
+Unix sockets have abstract addresses (no file), and are for processes of one user (SO_PEERCRED).
 
-An :class:`Acceptor`, of this mesh or of the links to other hosts, is open while set-up lasts: ranks come in side by
-side, and no stranger holds anybody up. Anybody can connect: a port scanner, a rank of another job, somebody who says
-nothing or one byte a second. Whoever does not prove within the first bytes that it belongs here costs one descriptor,
-for as long as there is room.
+An :class:`Acceptor` is open while set-up lasts: ranks come in side by side, and no stranger holds anybody up. Anybody
+can connect: a port scanner, a rank of another job, somebody who says nothing or one byte a second. Whoever does not
+prove within the first bytes that it belongs here costs one descriptor, for as long as there is room.
 
 [Note: Not by /proc] A rank could open another one's memory as /proc/PID/fd/N, and no socket would be needed. But the
 kernel allows that as it does reading a process for debugging (PTRACE_MODE_READ): not where each rank is in a user
@@ -18,6 +18,7 @@ Sockets work there, and tell the process at the other end.
 from __future__ import annotations
 
 import errno
+import hmac
 import os
 import resource
 import secrets
@@ -25,14 +26,18 @@ import select
 import socket
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+from odc import limits
 from odc.errors import SetupError
 from odc.liveness.leaving import run_all
 from odc.liveness.threads import HelperThread
 from odc.setup.agreement import OutOfReachError
 from odc.setup.topology import Topology
+from odc.transports._frames import HEADER, KEY_BYTES, WIRE_VERSION, Frame, Kind, receive_until
 from odc.transports._peers import notify
 
 PER_PEER = 3  # pidfd, and during set-up a socket and a passed descriptor
@@ -183,55 +188,93 @@ class Acceptor:
         run_all([self._thread.end, self._listener.close, partial(os.close, self._stop_fd)])
 
 
-_FRAME = struct.Struct("=8s16sII")  # magic, key, rank, sequence number
-_MAGIC = b"odc-shm1"
-_PEERCRED = struct.Struct("3i")
-_MIN_BACKLOG = 128
 _ATTEMPTS = 100
+_MIN_BACKLOG = 128
+_MAX_REFUSAL_BYTES = 500
 
 
-class SocketMesh:
-    """One connected socket per pair of ranks of a host. In turn: :meth:`listen`, swap what it returns, :meth:`connect`,
-    wait for all, :meth:`complete`."""
+class Rendezvous(ABC):
+    """Connections of this rank to some others. In turn: :meth:`listen`, swap what it returns, :meth:`connect`, wait for
+    all, :meth:`complete`.
 
-    def __init__(self, topology: Topology) -> None:
+    Args:
+        ranks: who meets, in order; this rank may be one of them.
+        first: whose key all of them use.
+    """
+
+    num_purposes = 1
+    advice = ""
+    """What to do where ranks cannot reach each other."""
+
+    def __init__(self, topology: Topology, ranks: Sequence[int], first: int) -> None:
         self._topology = topology
-        self._ranks = topology.ranks_here()
-        self._sequence = 0
+        self._others = [rank for rank in ranks if rank != topology.rank]
+        self._first = first
         self._timeout_s = 0.0
-        self._key = secrets.token_bytes(16)
-        self._peers: dict[int, socket.socket] = {}
+        self._key = secrets.token_bytes(KEY_BYTES)
         self._listener: socket.socket | None = None
         self._acceptor: Acceptor | None = None
+        self.sockets: dict[tuple[int, int], socket.socket] = {}
+        """By rank and purpose; they have a time limit."""
 
-    def listen(self) -> list[str]:
-        """Listen; what the others need to find it."""
-        address = secrets.token_hex(16)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0odc-{address}")
-        self._listener.listen(max(_MIN_BACKLOG, self._topology.world_size))
-        return [address, self._key.hex()]
+    @abstractmethod
+    def _open(self) -> tuple[socket.socket, Sequence[Any]]:
+        """What listens, and where."""
 
-    def connect(self, rows: Sequence[Sequence[str]], timeout_s: float) -> None:
-        """Connect to the ranks of this host with a lower number, and let in those with a higher one from now on.
+    @abstractmethod
+    def _dial(self, address: Sequence[Any], deadline: float) -> socket.socket:
+        """A connection to what listens there.
+
+        Raises:
+            OSError: nobody does, or not in time.
+        """
+
+    @abstractmethod
+    def _may_enter(self, connection: socket.socket) -> bool:
+        """Whether who has connected is answered at all."""
+
+    def _where(self, rank: int, address: Sequence[Any]) -> str:
+        return self._topology.describe(rank)
+
+    @property
+    def _whoami(self) -> str:
+        return self._topology.describe(self._topology.rank)
+
+    def listen(self) -> list[Any]:
+        """Listen; what the others need to find it.
+
+        Raises:
+            SetupError: the address is not this host's.
+        """
+        self._listener, address = self._open()
+        return [*address, self._key.hex()]
+
+    def connect(self, rows: Sequence[Sequence[Any]], timeout_s: float) -> None:
+        """Connect to the ranks with a lower number; from now on let in those with a higher one.
 
         Args:
             rows: what :meth:`listen` returned, of all ranks.
 
         Raises:
-            SetupError: a rank cannot be reached, or does not answer within ``timeout_s``.
+            SetupError: a rank cannot be reached, refuses this one, or does not answer within ``timeout_s``.
         """
         assert self._listener is not None
         self._timeout_s = timeout_s
-        # All use the key of the host's first rank: one key per job and host, known to its members only.
-        self._key = bytes.fromhex(rows[self._ranks[0]][1])
-        if self._ranks[-1] > self._topology.rank:
-            self._acceptor, self._listener = Acceptor(self._listener, _FRAME.size, self._admit), None
+        self._key = bytes.fromhex(rows[self._first][-1])  # one of all, known to them only
+        if any(rank > self._topology.rank for rank in self._others):
+            self._acceptor, self._listener = Acceptor(self._listener, HEADER.size + KEY_BYTES, self._admit), None
             self._acceptor.open()
         deadline = time.monotonic() + timeout_s
-        for peer in self._ranks:
-            if peer < self._topology.rank:
-                self._call(peer, str(rows[peer][0]), deadline)
+        for rank in self._others:
+            if rank < self._topology.rank:
+                for purpose in range(self.num_purposes):
+                    self._call(rank, rows[rank][:-1], purpose, deadline)
+        if self._acceptor is not None and self._acceptor.problem is not None:
+            raise SetupError(f"{self._whoami} cannot let in the other ranks: {self._acceptor.problem}")
+
+    # [Note: Nobody waits for a rank to come in] Each rank calls those below it, waits for their answers, and then for
+    # all others to have had theirs, in the exchange between connect() and complete(). So whoever is refused says why on
+    # all ranks at once, and a rank that comes late costs nobody a limit of its own.
 
     def complete(self) -> None:
         """Everybody has connected everywhere.
@@ -239,63 +282,187 @@ class SocketMesh:
         Raises:
             SetupError: somebody is missing all the same.
         """
-        if self._acceptor is not None:
-            self._acceptor.close()
-        missing = [rank for rank in self._ranks if rank != self._topology.rank and rank not in self._peers]
-        if missing:
-            raise SetupError(f"ranks {missing} say that they are connected to rank {self._topology.rank}, and are not")
+        self._close_door()
+        for rank in self._others:
+            if any((rank, purpose) not in self.sockets for purpose in range(self.num_purposes)):
+                raise SetupError(
+                    f"{self._topology.describe(rank)} says that it is connected to {self._whoami}, which knows nothing "
+                    "of it"
+                )
 
-    def _call(self, peer: int, address: str, deadline: float) -> None:
+    def _call(self, rank: int, address: Sequence[Any], purpose: int, deadline: float) -> None:
         """Connect, and wait for the answer; again where strangers have pushed this rank out of the queue."""
+        where, whom = self._where(rank, address), (rank, purpose)
+        hello = Frame(Kind.HELLO, self._topology.rank, purpose, rank, WIRE_VERSION)
         for _ in range(_ATTEMPTS):
-            connection = self._peers[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._connect(peer, connection, address, deadline)
             try:
-                self._send(peer)
-                self._receive(peer)
-            except SetupError:
+                connection = self.sockets[whom] = self._dial(address, deadline)
+            except OSError as problem:
+                raise OutOfReachError(f"cannot reach {where}: {problem}{self.advice}") from None
+            try:
+                connection.sendall(hello.pack() + self._proof(hello))
+                refusal = self._answer_to(hello, connection, deadline)
+            except TimeoutError:
+                raise SetupError(f"{where} did not answer within {self._timeout_s:g} s{self.advice}") from None
+            except ValueError as problem:
+                raise SetupError(f"what listens where {where} should be is no rank of this job: {problem}") from None
+            except OSError:
                 connection.close()
-                if time.monotonic() > deadline:
-                    raise
                 continue
+            if refusal is not None:
+                raise SetupError(f"{where} has refused {self._whoami}: {refusal}{self.advice}")
             connection.settimeout(self._timeout_s)
             return
-        raise OutOfReachError(f"{self._topology.describe(peer)} has ended {_ATTEMPTS} connections without an answer")
+        raise OutOfReachError(f"{where} has ended {_ATTEMPTS} connections without an answer{self.advice}")
 
-    def _connect(self, peer: int, connection: socket.socket, address: str, deadline: float) -> None:
-        who = self._topology.describe(peer)
-        while True:
-            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-            try:
-                connection.connect(f"\0odc-{address}")
-                return
-            except BlockingIOError:  # its queue is full: somebody knocks at it in vain
-                if time.monotonic() > deadline:
-                    raise SetupError(f"{who} did not answer during set-up") from None
-                time.sleep(0.01)
-            except OSError as problem:
-                raise OutOfReachError(f"cannot reach {who} during set-up: {problem}") from None
+    def _answer_to(self, hello: Frame, connection: socket.socket, deadline: float) -> str | None:
+        """None: welcome. Otherwise why this rank was refused.
+
+        Raises:
+            ValueError: it is not the answer of a rank of this job.
+            OSError: there was none, or, if it is a TimeoutError, not in time.
+        """
+        answer = Frame.unpack(receive_until(connection, HEADER.size, deadline))
+        if answer.kind is Kind.REFUSED and answer.b <= _MAX_REFUSAL_BYTES:
+            return receive_until(connection, answer.b, deadline).decode(errors="replace")
+        if answer.kind is not Kind.WELCOME:
+            raise ValueError(f"it has answered with a frame of kind {answer.kind.name}")
+        if not hmac.compare_digest(receive_until(connection, KEY_BYTES, deadline), self._proof(answer, hello)):
+            raise ValueError("it does not hold this job's key")
+        return None
+
+    def _proof(self, *frames: Frame) -> bytes:
+        """Whoever sends it with these frames holds this job's key."""
+        return hmac.digest(self._key, b"".join(frame.pack() for frame in frames), "sha256")[:KEY_BYTES]
 
     def _admit(self, connection: socket.socket, greeting: bytes) -> bool:
-        """Keep and answer a connection that proves to be a rank of this job. See :class:`Acceptor`."""
-        if _credentials(connection)[1] != os.getuid():
+        """Let in a rank that is expected; tell any other why it is not let in. See :class:`Acceptor`."""
+        try:
+            hello = Frame.unpack(greeting[: HEADER.size])
+        except ValueError:
             return False
-        magic, key, peer, _ = _FRAME.unpack(greeting)
-        wanted = peer in self._ranks and peer > self._topology.rank and peer not in self._peers
-        if magic != _MAGIC or not secrets.compare_digest(key, self._key) or not wanted:
+        if hello.kind is not Kind.HELLO or not self._may_enter(connection):
+            return False
+        refusal = self._refusal(hello, greeting[HEADER.size :])
+        answer = Frame(Kind.WELCOME)
+        behind = self._proof(answer, hello)
+        if refusal is not None:
+            behind = refusal.encode()
+            answer = Frame(Kind.REFUSED, b=len(behind))
+        try:
+            connection.send(answer.pack() + behind)  # the first that is sent on it: there is room
+        except OSError:  # it has ended, and may come again
+            return False
+        if refusal is not None:
             return False
         connection.settimeout(self._timeout_s)
-        self._peers[peer] = connection
-        try:
-            self._send(peer)
-        except SetupError:  # it has ended, and may come again
-            del self._peers[peer]
-            return False
+        self.sockets[hello.number, hello.a] = connection
         return True
+
+    def _refusal(self, hello: Frame, proof: bytes) -> str | None:
+        if hello.c != WIRE_VERSION:
+            return f"it speaks version {hello.c} between hosts, this one {WIRE_VERSION}: run one version of odc on all"
+        if not hmac.compare_digest(proof, self._proof(hello)):
+            return "it does not hold this job's key, so it belongs to another job"
+        if hello.b != self._topology.rank:
+            return f"it calls rank {hello.b}, but this is rank {self._topology.rank}"
+        is_above = hello.number in self._others and hello.number > self._topology.rank
+        if not is_above or hello.a >= self.num_purposes:
+            return f"rank {hello.number} is not expected here (purpose {hello.a})"
+        if (hello.number, hello.a) in self.sockets:
+            return f"rank {hello.number} is connected already (purpose {hello.a})"
+        return None
+
+    def _close_door(self) -> None:
+        door = self._acceptor or self._listener
+        if door is not None:
+            door.close()
+        self._listener = self._acceptor = None
+
+    def close(self) -> None:
+        """What set-up has left. Local, idempotent."""
+        connections, self.sockets = self.sockets, {}
+        run_all([self._close_door, *(connection.close for connection in connections.values())])
+
+
+class TcpRendezvous(Rendezvous):
+    """The ranks of other hosts, for the links (:mod:`odc.transports._links`)."""
+
+    num_purposes = 3
+    """Data, control, keep-alive."""
+    advice = (
+        ". If the hosts have several networks, set ODC_ADDRESS on each host to its own address in the one they share; "
+        "open TCP between them"
+    )
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology, topology.ranks_elsewhere(), 0)
+
+    def _where(self, rank: int, address: Sequence[Any]) -> str:
+        return f"{super()._where(rank, address)} at {address[0]} port {address[1]}"
+
+    def _open(self) -> tuple[socket.socket, Sequence[Any]]:
+        address = self._topology.addresses[self._topology.rank]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            backlog = max(_MIN_BACKLOG, 2 * self._topology.world_size)
+            listener = socket.create_server((address, 0), family=family, backlog=backlog)
+        except OSError as problem:
+            raise SetupError(
+                f"{self._whoami} cannot listen at its address {address}: {problem}. Set ODC_ADDRESS on that host to an "
+                "address of its own that the other hosts can reach."
+            ) from None
+        return listener, listener.getsockname()[:2]
+
+    def _dial(self, address: Sequence[Any], deadline: float) -> socket.socket:
+        limit_s = min(max(deadline - time.monotonic(), 1e-3), limits.CALL_S)
+        return socket.create_connection((str(address[0]), int(address[1])), timeout=limit_s)
+
+    def _may_enter(self, connection: socket.socket) -> bool:
+        return True
+
+
+_TURN = struct.Struct("=Q")
+_PEERCRED = struct.Struct("3i")
+
+
+class UnixRendezvous(Rendezvous):
+    """The ranks of this host, which pass descriptors to one another."""
+
+    def __init__(self, topology: Topology) -> None:
+        ranks = topology.ranks_here()
+        super().__init__(topology, ranks, ranks[0])
+        self._num_swaps = 0
+
+    def _open(self) -> tuple[socket.socket, Sequence[Any]]:
+        address = secrets.token_hex(16)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0odc-{address}")
+        listener.listen(max(_MIN_BACKLOG, self._topology.world_size))
+        return listener, [address]
+
+    def _dial(self, address: Sequence[Any], deadline: float) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            while True:
+                connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+                try:
+                    connection.connect(f"\0odc-{address[0]}")
+                    return connection
+                except BlockingIOError:  # its queue is full: somebody knocks at it in vain
+                    if time.monotonic() > deadline:
+                        raise TimeoutError("its queue is full") from None
+                    time.sleep(0.01)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _may_enter(self, connection: socket.socket) -> bool:
+        return _credentials(connection)[1] == os.getuid()
 
     def pid_of(self, rank: int) -> int:
         """The process at the other end as the kernel sees it from this pid namespace (0: not visible)."""
-        return _credentials(self._peers[rank])[0]
+        return _credentials(self.sockets[rank, 0])[0]
 
     def swap(self, fd: int | None) -> dict[int, int]:
         """Send a descriptor to every peer of this host (None: this rank has none); return what each sent. Collective.
@@ -303,13 +470,14 @@ class SocketMesh:
         In rounds, sending to one rank and receiving from another: Linux limits the descriptors of a user that are
         under way, and all-to-all at once exceeds a limit of 1024 with 24 ranks.
         """
-        self._sequence += 1
-        number, own = len(self._ranks), self._ranks.index(self._topology.rank)
+        self._num_swaps += 1
+        ranks = sorted([self._topology.rank, *self._others])
+        own = ranks.index(self._topology.rank)
         received: dict[int, int] = {}
         try:
-            for step in range(1, number):
-                self._send(self._ranks[(own + step) % number], fd)
-                source = self._ranks[(own - step) % number]
+            for step in range(1, len(ranks)):
+                self._send(ranks[(own + step) % len(ranks)], fd)
+                source = ranks[(own - step) % len(ranks)]
                 if (passed := self._receive(source)) is not None:
                     received[source] = passed
         except BaseException:
@@ -318,40 +486,27 @@ class SocketMesh:
             raise
         return received
 
-    def _send(self, rank: int, fd: int | None = None) -> None:
-        frame = _FRAME.pack(_MAGIC, self._key, self._topology.rank, self._sequence)
+    def _send(self, rank: int, fd: int | None) -> None:
         try:
-            socket.send_fds(self._peers[rank], [frame], [] if fd is None else [fd])
+            socket.send_fds(self.sockets[rank, 0], [_TURN.pack(self._num_swaps)], [] if fd is None else [fd])
         except OSError as error:
             raise SetupError(f"cannot pass memory to {self._topology.describe(rank)}: {error}") from None
 
     def _receive(self, rank: int) -> int | None:
-        connection = self._peers[rank]
         who = self._topology.describe(rank)
         try:
-            data, fds, _, _ = socket.recv_fds(connection, _FRAME.size, 1, socket.MSG_CMSG_CLOEXEC)
-            if data and len(data) < _FRAME.size:
-                data += _receive_exactly(connection, _FRAME.size - len(data))
+            data, fds, _, _ = socket.recv_fds(self.sockets[rank, 0], _TURN.size, 1, socket.MSG_CMSG_CLOEXEC)
         except TimeoutError:
             raise SetupError(f"{who} sent nothing within {self._timeout_s:g} s of set-up") from None
         except OSError as error:
             raise SetupError(f"lost {who} during set-up: {error}") from None
         if not data:
             raise SetupError(f"{who} went away during set-up")
-        if _FRAME.unpack(data) != (_MAGIC, self._key, rank, self._sequence):
+        if data != _TURN.pack(self._num_swaps):
             for fd in fds:
                 os.close(fd)
             raise SetupError(f"{who} sent a set-up frame that does not belong here")
         return next(iter(fds), None)
-
-    def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        if self._acceptor is not None:
-            self._acceptor.close()
-        for connection in self._peers.values():
-            connection.close()
-        self._peers = {}
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int, int]:
@@ -359,13 +514,3 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
     pid, uid, gid = _PEERCRED.unpack(raw)
     return pid, uid, gid
-
-
-def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        part = connection.recv(num_bytes - len(data))
-        if not part:
-            raise SetupError("connection closed in the middle of a frame")
-        data += part
-    return data

@@ -26,7 +26,7 @@ from odc.transports._control import Closing, ControlBlock, control_bytes
 from odc.transports._link import Link
 from odc.transports._links import Links
 from odc.transports._peers import LocalPeer, Peer, Peers, Readers, WatchedExchange
-from odc.transports._rendezvous import SocketMesh, require_descriptors
+from odc.transports._rendezvous import TcpRendezvous, UnixRendezvous, require_descriptors
 
 HOST = torch.device("cpu")
 _ALIGN_BYTES = 64
@@ -162,7 +162,8 @@ class Transport(ABC):
         self._links: Links | None = None
         self._is_sealed = self._closed = self._has_announced_close = False
         self._owner_pid = os.getpid()
-        self._mesh = SocketMesh(topology)
+        self._near = UnixRendezvous(topology)
+        self._far = TcpRendezvous(topology) if self._elsewhere else None
         try:
             self._connect()
         except BaseException:
@@ -181,24 +182,26 @@ class Transport(ABC):
 
         def listen() -> list[Any]:
             require_descriptors(len(self._here), len(self._elsewhere))  # before any is opened
-            if self._elsewhere:
-                self._links = Links(self.topology, self.peers, self._timeout_s)
-            return [self._mesh.listen(), None if self._links is None else self._links.listen()]
+            return [self._near.listen(), None if self._far is None else self._far.listen()]
 
         rows = gather_together(self.exchange, listen)
-        self._together(lambda: self._mesh.connect([row[0] for row in rows], self._timeout_s))
+        self._together(lambda: self._near.connect([row[0] for row in rows], self._timeout_s))
         self._together(self._watch_peers)
-        links = self._links
-        if links is not None:
-            self._together(lambda: links.connect([row[1] for row in rows]))
-            self._together(links.complete)
+        far = self._far
+        if far is not None:
+            self._together(lambda: far.connect([row[1] for row in rows], self._timeout_s))
+            self._together(lambda: self._make_links(far))
+
+    def _make_links(self, far: TcpRendezvous) -> None:
+        far.complete()
+        self._links = Links(far.sockets, self.topology, self.peers, self._timeout_s)
 
     def _meet(self) -> None:
         """The ranks of this host, once more: to pass descriptors."""
-        self._mesh = SocketMesh(self.topology)
-        rows = gather_together(self.exchange, self._mesh.listen)
-        self._together(lambda: self._mesh.connect(rows, self._timeout_s))
-        self._together(self._mesh.complete)
+        self._near = UnixRendezvous(self.topology)
+        rows = gather_together(self.exchange, self._near.listen)
+        self._together(lambda: self._near.connect(rows, self._timeout_s))
+        self._together(self._near.complete)
 
     def _gone(self) -> list[str]:
         """The ranks that have ended, and how."""
@@ -207,11 +210,11 @@ class Transport(ABC):
         return [f"{self.topology.describe(rank)}: {how()}" for rank, (is_dead, how) in watched.items() if is_dead]
 
     def _watch_peers(self) -> None:
-        self._mesh.complete()
+        self._near.complete()
         for rank in self._here:
             if rank == self._rank:
                 continue
-            pid = self._mesh.pid_of(rank)
+            pid = self._near.pid_of(rank)
             if not pid:
                 raise SetupError(
                     f"{self.topology.describe(rank)} is in another pid namespace: its death could not be noticed. "
@@ -302,7 +305,7 @@ class Transport(ABC):
             for fd in fds.values():
                 os.close(fd)
             if self._is_sealed:
-                self._mesh.close()
+                self._near.close()
         return self._keep([views.get(rank) for rank in self._world], label)
 
     def _keep(self, views: Sequence[torch.Tensor | None], label: str) -> SymmetricBuffer:
@@ -313,9 +316,9 @@ class Transport(ABC):
         return buffer
 
     def _swap(self, fd: int | None) -> dict[int, int]:
-        """See :meth:`~odc.transports._rendezvous.SocketMesh.swap`."""
+        """See :meth:`~odc.transports._rendezvous.UnixRendezvous.swap`."""
         try:
-            return self._mesh.swap(fd)
+            return self._near.swap(fd)
         except SetupError:
             if (notice := self.peers.abort_notice()) is not None:  # a better account of what happened
                 raise SetupError(f"set-up failed on {notice}") from None
@@ -348,7 +351,7 @@ class Transport(ABC):
             self._together(lambda: self._prove_far(probes[-1]))
         for probe in probes:
             self.release(probe)
-        self._mesh.close()
+        self._near.close()
         self._is_sealed = True
 
     def _prove(self, allocate: Callable[[int, str], SymmetricBuffer], what: str) -> SymmetricBuffer:
@@ -530,7 +533,8 @@ class Transport(ABC):
         if self._closed or os.getpid() != self._owner_pid:
             return  # a forked child must not speak for its parent
         self._closed = True
-        run_all([self._mesh.close, self.announce_close, self._leave])
+        far = [] if self._far is None else [self._far.close]
+        run_all([self._near.close, *far, self.announce_close, self._leave])
 
     def announce_close(self) -> None:
         """Tell the peers that this rank has closed: it takes part in nothing any more. Idempotent, never waits."""

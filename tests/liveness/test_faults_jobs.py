@@ -5,6 +5,7 @@ Fault tests 10, 22 and 23. What a death or an error does in itself is in ``test_
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
 import signal
@@ -17,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from faulty_ranks import JOB, NOTICE_S, RIGS, TIMEOUT, alive_members, endless, output_of, start_job, wait_for_text
 from process_ranks import across, run_ranks, start_ranks
 from training import build, full_parameters, largest_difference, reference, shard, train
 from watching import do_before, killed_on_error, scheduler_state, until, written
 
 import odc
-from odc.transports._rendezvous import _FRAME, _MAGIC, SocketMesh
+from odc.transports._frames import KEY_BYTES, WIRE_VERSION, Frame, Kind
+from odc.transports._rendezvous import UnixRendezvous
 
 # The launcher dies: fault test 10
 
@@ -93,20 +96,22 @@ COUNTS = [1, 3]
 def beside_another_user(rank: int, world_size: int) -> tuple[int, dict[str, Any]]:
     """Rank 1 comes late to set-up; before it comes a process of another user, who knows its key."""
     reports: list[int] = []
-    connect = SocketMesh.connect
+    connect = UnixRendezvous.connect
 
-    def come_late(self: SocketMesh, rows: Any, timeout_s: float) -> None:
+    def come_late(self: UnixRendezvous, rows: Any, timeout_s: float) -> None:
         reports.append(stranger(*rows[0]))
         connect(self, rows, timeout_s)
 
     if rank == 1:
-        SocketMesh.connect = come_late  # type: ignore[method-assign]
+        UnixRendezvous.connect = come_late  # type: ignore[method-assign]
     parameters = trained(rank, world_size, COUNTS * (world_size // 2))
     return max(reports, default=-1), parameters
 
 
 def stranger(address: str, key: str) -> int:
     """Of another user, with rank 1's name and key: 0 if it was sent away, 1 if it was let in."""
+    hello = Frame(Kind.HELLO, 1, 0, 0, WIRE_VERSION).pack()
+    greeting = hello + hmac.digest(bytes.fromhex(key), hello, "sha256")[:KEY_BYTES]
     child = os.fork()
     if child == 0:
         os.setuid(65534)
@@ -114,7 +119,7 @@ def stranger(address: str, key: str) -> int:
             connection.settimeout(60)  # rank 0 may not have come to its door yet
             try:
                 connection.connect(f"\0odc-{address}")
-                connection.send(_FRAME.pack(_MAGIC, bytes.fromhex(key), 1, 0))
+                connection.send(greeting)
                 os._exit(1 if connection.recv(1) else 0)
             except TimeoutError:
                 os._exit(1)
@@ -126,7 +131,7 @@ def stranger(address: str, key: str) -> int:
 def trained(
     rank: int, world_size: int, counts: list[int], before: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    model = shard(build(), world_size)
+    model = shard(build(torch.float64), world_size)  # in which no rounding grows
     session = odc.patch_fsdp(model)
     before()
     train(model, session, rank, world_size, counts, 6)
@@ -151,7 +156,7 @@ def side_by_side(rank: int, world_size: int, notes: str, job: str, counts: list[
         everyone = 2 * world_size
         until(lambda: len(list(Path(notes).glob(f"{where} *"))) == everyone, "the other job did not come")
 
-    do_before(SocketMesh, "connect", lambda: meet("set-up"))
+    do_before(UnixRendezvous, "connect", lambda: meet("set-up"))
     return trained(rank, world_size, counts, lambda: meet("training"))
 
 
@@ -171,26 +176,33 @@ def test_two_jobs_on_one_machine_do_not_meet(tmp_path: Path, hosts: int) -> None
 
 def noting_door(rank: int, world_size: int, notes: str, body: Callable[..., Any], *args: Any) -> Any:
     """``body``; the name of the socket at which this rank lets the others in is written down."""
-    listen = SocketMesh.listen
+    listen = UnixRendezvous.listen
 
-    def noted(self: SocketMesh) -> list[str]:
+    def noted(self: UnixRendezvous) -> list[str]:
         row = listen(self)
         Path(notes, f"door {row[0]}").touch()
         return row
 
-    SocketMesh.listen = noted  # type: ignore[method-assign]
+    UnixRendezvous.listen = noted  # type: ignore[method-assign]
     return body(rank, world_size, *args)
 
 
 def leaving(rank: int, world_size: int, where: str, sent: signal.Signals) -> None:
     """End, or stop for ever, with the door open to the other ranks, or in training."""
     if where == "set-up":
-        do_before(SocketMesh, "connect", lambda: os.kill(os.getpid(), sent))
+        do_before(UnixRendezvous, "connect", lambda: os.kill(os.getpid(), sent))
     endless(rank, world_size)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("where", ["set-up", "training"])
+@pytest.mark.parametrize(
+    ("where", "sent"),
+    [
+        pytest.param("set-up", signal.SIGSTOP, id="set-up-stopped"),
+        pytest.param("training", signal.SIGKILL, id="training-killed"),
+        pytest.param("set-up", signal.SIGKILL, id="set-up-killed", marks=pytest.mark.extended),
+        pytest.param("training", signal.SIGSTOP, id="training-stopped", marks=pytest.mark.extended),
+    ],
+)
 def test_what_a_job_has_left_does_not_disturb_the_next_one(where: str, sent: signal.Signals, tmp_path: Path) -> None:
     """All its ranks were killed in the middle, or hang about for ever."""
     # The delay lets both ranks come so far, and then end by themselves.

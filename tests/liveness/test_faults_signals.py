@@ -18,8 +18,7 @@ from watching import do_before, killed_on_error, scheduler_state, until, written
 
 import odc
 from odc import Runtime
-from odc.transports._links import Links
-from odc.transports._rendezvous import SocketMesh
+from odc.transports._rendezvous import TcpRendezvous, UnixRendezvous
 
 
 def prepare(notes: str, rank: int, world_size: int) -> None:
@@ -67,13 +66,13 @@ ON_THE_PROCESS_GROUP = "for an answer on the process group"
 SETUP_WAITS = {
     ON_THE_PROCESS_GROUP: WaitPoint("all_gather", _STOP + "setup"),
     "for memory": WaitPoint("_receive", step_of_setup="swap"),
-    "for ranks of this host": WaitPoint("_receive", step_of_setup="connect", stopped=1, victim=2),
+    "for ranks of this host": WaitPoint("receive_until", step_of_setup="connect", stopped=1, victim=2),
     "for ranks of other hosts": WaitPoint("receive_until", step_of_setup="connect hosts", hosts=3, stopped=1, victim=2),
 }
 STEPS_OF_SETUP: dict[str, tuple[type, str]] = {
-    "swap": (SocketMesh, "swap"),
-    "connect": (SocketMesh, "connect"),
-    "connect hosts": (Links, "connect"),
+    "swap": (UnixRendezvous, "swap"),
+    "connect": (UnixRendezvous, "connect"),
+    "connect hosts": (TcpRendezvous, "connect"),
 }
 SIGNALS = pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
 

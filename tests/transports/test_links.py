@@ -37,8 +37,9 @@ from odc import (
 from odc.minibatch.accumulators import StorePlan
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology, route_address
-from odc.transports import _links
+from odc.transports import _rendezvous
 from odc.transports._frames import Frame, Kind
+from odc.transports._rendezvous import TcpRendezvous
 from odc.transports.tcp import TcpTransport
 
 NOTICE_S = 10.0  # at once, on a machine that may be busy; far below the limit on silence
@@ -321,7 +322,7 @@ def test_strangers_at_the_door_hold_nobody_up(silent: int, monkeypatch: pytest.M
     """Fault test 21 during set-up: before the ranks come to a door there are some who talk HTTP, pickle, show a wrong
     key, have hung up or half hung up, or say nothing, more than there is room for."""
     strangers: list[socket.socket] = []
-    original = _links.Links.connect
+    original = TcpRendezvous.connect
 
     def stranger_at(address: tuple[str, int], data: bytes, how: int | None = None) -> None:
         strangers.append(socket.create_connection(address, timeout=30))
@@ -330,7 +331,7 @@ def test_strangers_at_the_door_hold_nobody_up(silent: int, monkeypatch: pytest.M
             if how is not None:
                 strangers[-1].shutdown(how)
 
-    def connect(self: _links.Links, rows: Any) -> None:
+    def connect(self: TcpRendezvous, rows: Any, timeout_s: float) -> None:
         for address in ((str(row[0]), int(row[1])) for row in rows):
             for data in GARBAGE:
                 stranger_at(address, data)
@@ -338,9 +339,9 @@ def test_strangers_at_the_door_hold_nobody_up(silent: int, monkeypatch: pytest.M
             stranger_at(address, b"", socket.SHUT_RDWR)
             for _ in range(silent):
                 stranger_at(address, b"")
-        original(self, rows)
+        original(self, rows, timeout_s)
 
-    monkeypatch.setattr(_links.Links, "connect", connect)
+    monkeypatch.setattr(TcpRendezvous, "connect", connect)
     started = time.monotonic()
     assert values(run_threads(2, set_up)) == ["tcp 4.0"] * 2
     assert time.monotonic() - started < 30  # two seconds for each silent one would be 160
@@ -351,7 +352,7 @@ def test_strangers_at_the_door_hold_nobody_up(silent: int, monkeypatch: pytest.M
 
 def test_strangers_who_come_all_the_time_and_talk_slowly_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     over, addresses = threading.Event(), []
-    original = _links.Links.connect
+    original = TcpRendezvous.connect
 
     def come_again_and_again(address: tuple[str, int], data: bytes) -> None:
         kept: list[socket.socket] = []
@@ -366,16 +367,16 @@ def test_strangers_who_come_all_the_time_and_talk_slowly_hold_nobody_up(monkeypa
         for connection in kept:
             connection.close()
 
-    def connect(self: _links.Links, rows: Any) -> None:
+    def connect(self: TcpRendezvous, rows: Any, timeout_s: float) -> None:
         if self._topology.rank == 0:
             addresses.append((str(rows[0][0]), int(rows[0][1])))
             for data in (b"", b"\x01", *GARBAGE):
                 threads.append(threading.Thread(target=come_again_and_again, args=(addresses[0], data)))
                 threads[-1].start()
-        original(self, rows)
+        original(self, rows, timeout_s)
 
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(_links.Links, "connect", connect)
+    monkeypatch.setattr(TcpRendezvous, "connect", connect)
     try:
         started = time.monotonic()
         assert values(run_threads(3, set_up)) == ["tcp 12.0"] * 3
@@ -398,20 +399,20 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_who_is_refused_says_why_on_all_ranks_at_once(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not after ODC_TIMEOUT, for which the others would wait at their doors. Rank 2 shows something wrong."""
-    original = _links.Links._refusal
+    original = TcpRendezvous._refusal
     changes: dict[str, dict[str, int]] = {
         "wrong version": {"c": 77},
         "wrong rank": {"b": 7},
         "unknown rank": {"number": 9},
     }
 
-    def refusal(self: _links.Links, hello: Frame, proof: bytes) -> str | None:
+    def refusal(self: TcpRendezvous, hello: Frame, proof: bytes) -> str | None:
         if (hello.number, self._topology.rank) != (2, 0):
             return original(self, hello, proof)
         shown = hello._replace(**changes.get(what, {}))
         return original(self, shown, bytes(16) if what == "wrong key" else self._proof(shown))
 
-    monkeypatch.setattr(_links.Links, "_refusal", refusal)
+    monkeypatch.setattr(TcpRendezvous, "_refusal", refusal)
     started = time.monotonic()
     results = run_threads(4, set_up)
     assert time.monotonic() - started < 30
@@ -427,7 +428,7 @@ def test_who_is_refused_says_why_on_all_ranks_at_once(what: str, monkeypatch: py
 )
 def test_what_answers_and_is_no_rank_of_this_job_is_named(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an address is wrong, anything may listen there."""
-    original = _links.Links.listen
+    original = TcpRendezvous.listen
 
     def serve() -> None:
         connection, _ = listener.accept()
@@ -435,11 +436,11 @@ def test_what_answers_and_is_no_rank_of_this_job_is_named(answer: bytes, monkeyp
             connection.sendall(answer)
             connection.recv(1000)
 
-    def listen(self: _links.Links) -> list[Any]:
+    def listen(self: TcpRendezvous) -> list[Any]:
         row = original(self)
         return [*listener.getsockname()[:2], row[2]] if self._topology.rank == 0 else row
 
-    monkeypatch.setattr(_links.Links, "listen", listen)
+    monkeypatch.setattr(TcpRendezvous, "listen", listen)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve)
         thread.start()
@@ -454,7 +455,7 @@ def test_a_host_that_cannot_be_reached_is_named_with_what_to_set(monkeypatch: py
     def refuse(address: tuple[str, int], timeout: float) -> socket.socket:
         raise ConnectionRefusedError(111, "Connection refused")
 
-    monkeypatch.setattr(_links.socket, "create_connection", refuse)
+    monkeypatch.setattr(_rendezvous.socket, "create_connection", refuse)
 
     def body(exchange: ThreadExchange) -> None:
         units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
@@ -510,14 +511,14 @@ def test_the_address_is_that_of_a_route_that_leads_out() -> None:
 
 
 def test_an_address_that_is_not_this_hosts_fails_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = _links.Links.listen
+    original = TcpRendezvous.listen
 
-    def listen(self: _links.Links) -> list[Any]:
+    def listen(self: TcpRendezvous) -> list[Any]:
         if self._topology.rank == 1:  # reserved for documentation: nobody's address
             self._topology = replace(self._topology, addresses=("127.0.0.1", "203.0.113.7", "127.0.0.1"))
         return original(self)
 
-    monkeypatch.setattr(_links.Links, "listen", listen)
+    monkeypatch.setattr(TcpRendezvous, "listen", listen)
     before = len(os.listdir("/proc/self/fd"))
 
     def body(exchange: ThreadExchange) -> None:
