@@ -72,14 +72,46 @@ def pytest_sessionfinish() -> None:
         helper._stop()
 
 
+def _launcher(*libraries: str, **environment: str) -> contextlib.closing[WarmLauncher]:
+    from odc.bench.harness.warm_launch import WarmLauncher  # only here: it imports torch
+
+    always = ("torch._dynamo", "torch.distributed.fsdp", "odc.launch.main", "odc.transports.shm")
+    return contextlib.closing(WarmLauncher([*always, *libraries], {**os.environ, **environment}))
+
+
 @pytest.fixture(scope="session")
 def warm_launcher() -> Iterator[WarmLauncher]:
     """For scripts that use torch and ODC and nothing else."""
-    from odc.bench.harness.warm_launch import WarmLauncher  # only here: it imports torch
-
-    libraries = ["torch._dynamo", "torch.distributed.fsdp", "odc.launch.main", "odc.transports.shm"]
-    with contextlib.closing(WarmLauncher(libraries, {**os.environ, "ODC_TIMEOUT": "60"})) as launcher:
+    with _launcher(ODC_TIMEOUT="60") as launcher:
         yield launcher
+
+
+@pytest.fixture(scope="session")
+def trainer_launcher() -> Iterator[WarmLauncher]:
+    """For scripts that use transformers, accelerate or TRL."""
+    transformers = ("trainer", "models.llama.modeling_llama", "models.qwen2.modeling_qwen2", "generation.utils")
+    trl = ("sft_trainer", "grpo_trainer", "dpo_trainer", "reward_trainer")
+    libraries = [*(f"transformers.{one}" for one in transformers), *(f"trl.trainer.{one}" for one in trl)]
+    torch = ("torch.distributed.tensor.parallel", "torch.distributed.checkpoint")
+    with _launcher(*torch, "accelerate", "datasets", *libraries, "odc.balance") as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="session")
+def warm(trainer_launcher: WarmLauncher) -> Callable[..., str]:
+    """Runs a script in a folder, ``with_odc`` or plain; returns what it printed."""
+    from odc.bench.harness.warm_launch import output_of
+
+    def run(
+        words: list[str], folder: Path, *, with_odc: bool, code: int = 0, ranks: int = 2, ends_at_once: bool = True
+    ) -> str:
+        folder.mkdir(exist_ok=True)
+        codes = trainer_launcher.run(words, folder, with_odc=with_odc, ends_at_once=ends_at_once, world_size=ranks)
+        text = "".join(output_of(folder, rank).read_text() for rank in range(len(codes)))
+        assert any(codes) == (code != 0), text
+        return text
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from odc.balance.policies import micro
 from odc.balance.policies.base import Job
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     lengths=LENGTHS,
     speeds=st.none() | st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=3, max_size=3),
@@ -52,7 +52,7 @@ def test_verl_policies_plan_one_minibatch_like_lb_micro(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     lengths=st.lists(st.integers(1, LIMIT), min_size=1, max_size=40),
     world_size=st.integers(1, 4),

@@ -98,7 +98,7 @@ def test_gathered_keys_and_values_are_in_memory() -> None:
     assert more == 2 * (others + others)  # 16 bits, and the gradients
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     tokens=st.integers(1, 200_000),
     size=st.integers(1, 64),

@@ -81,8 +81,8 @@ def set_tolerance(monkeypatch: pytest.MonkeyPatch, tolerance: float) -> None:
 COST = st.just(0.0) | st.floats(1e-140, 1e6) | st.integers(0, 12).map(float) | st.floats(0.2, 1.0)
 INSTANCE = st.tuples(st.lists(COST, max_size=7), st.integers(1, 4))
 SPEEDS = st.lists(st.sampled_from([0.25, 1.0, 1.0, 3.0]) | st.floats(0.1, 10), min_size=4, max_size=4)
-QUICK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-FEW = settings(QUICK, max_examples=30)
+QUICK = settings(deadline=None, max_examples=24, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(QUICK, max_examples=20)
 
 
 def compare(costs: list[float], k: int, equal_size: bool, speeds: list[float] | None) -> None:

@@ -28,7 +28,7 @@ def seconds_of(microbatches: Any, a: float, b: float, c: float) -> np.ndarray[An
 
 
 @given(coefficients())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_exact_data_is_recovered(abc: tuple[float, float, float]) -> None:
     a, b, c = abc
     fit = fit_cost(MANY, seconds_of(MANY, a, b, c))
@@ -40,7 +40,7 @@ def test_exact_data_is_recovered(abc: tuple[float, float, float]) -> None:
 
 
 @given(coefficients(), st.lists(st.lists(st.integers(10, 20000), min_size=1, max_size=5), min_size=12, max_size=30))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_packed_microbatches_are_recovered(abc: tuple[float, float, float], microbatches: list[list[int]]) -> None:
     # Some that tell the coefficients apart, whatever was drawn.
     microbatches = [[64], [4000, 64], [16000], *microbatches]
@@ -51,7 +51,7 @@ def test_packed_microbatches_are_recovered(abc: tuple[float, float, float], micr
 
 
 @given(coefficients(), st.floats(1e-6, 1e6), st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_another_unit_of_time_scales_the_fit(abc: tuple[float, float, float], factor: float, seed: int) -> None:
     seconds = seconds_of(MANY, *abc) * np.random.default_rng(seed).uniform(0.8, 1.2, MANY.size)
     fit, scaled = fit_cost(MANY, seconds), fit_cost(MANY, factor * seconds)
@@ -62,7 +62,7 @@ def test_another_unit_of_time_scales_the_fit(abc: tuple[float, float, float], fa
 
 
 @given(coefficients(), st.floats(0.001, 0.1), st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_errors_are_about_the_noise(abc: tuple[float, float, float], noise: float, seed: int) -> None:
     lengths = np.repeat(MANY, 20)
     true = seconds_of(lengths, *abc)
@@ -74,7 +74,7 @@ def test_errors_are_about_the_noise(abc: tuple[float, float, float], noise: floa
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=9, max_size=9), st.booleans(), st.sampled_from(["quadratic", "linear"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_other_coefficients_fit_better(seconds: list[float], fixed: bool, form: Any) -> None:
     """Kuhn-Tucker: the error falls in no direction that keeps all coefficients at least 0."""
     try:

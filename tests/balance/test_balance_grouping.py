@@ -102,7 +102,7 @@ RANKS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(ranks=RANKS)
 def test_alignment_keeps_every_sample_and_gives_each_rank_as_many(ranks: list[tuple[list[int], int]]) -> None:
     groups: list[list[list[int]]] = []

@@ -96,7 +96,7 @@ def planned_time(plan: Plan, seconds: FloatArray, speeds: FloatArray) -> float:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=24)
 @given(
     lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=40),
     noise=st.floats(0.0, 0.8),
@@ -632,7 +632,7 @@ def test_what_a_microbatch_takes_is_learned_where_it_is_more_than_noise() -> Non
     assert "speeds alike; a microbatch takes 30 beside the costs of its samples" in said[0]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(fixed=st.floats(0.0, 50.0), noise=st.floats(0.0, 0.2), seed=st.integers(0, 2**32 - 1))
 def test_what_a_microbatch_takes_is_told_from_times_of_several_sizes(fixed: float, noise: float, seed: int) -> None:
     rng = np.random.default_rng(seed)

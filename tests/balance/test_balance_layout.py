@@ -32,7 +32,7 @@ def cost_of(part: list[int], costs: np.ndarray, lengths: np.ndarray, layout: Lay
     return float(sum(costs[part] - attention[part]) + len(part) * attention[longest])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(microbatches(), st.integers(0, 1000))
 def test_arrays_hold_what_lists_do(given_lists: Ranks, seed: int) -> None:
     flat, number = FlatMicrobatches.of(given_lists), sum(len(part) for mine in given_lists for part in mine)

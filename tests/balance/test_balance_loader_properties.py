@@ -72,7 +72,7 @@ def assert_limits_are_kept(minibatches: tuple[Minibatch[list[int]], ...], option
         assert max(tokens, default=0) <= options["max_tokens"]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(arguments(), st.integers(0, 2))
 def test_ranks_share_out_an_epoch(options: dict[str, Any], epoch: int) -> None:
     loaders = [make_loader(rank, options) for rank in range(options["world_size"])]
@@ -86,7 +86,7 @@ def test_ranks_share_out_an_epoch(options: dict[str, Any], epoch: int) -> None:
         assert_limits_are_kept(minibatches, options)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(arguments(), st.integers(0, 2), st.data())
 def test_a_resumed_loader_yields_the_rest(options: dict[str, Any], epoch: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, options["world_size"] - 1))

@@ -118,7 +118,7 @@ def test_search_comes_close_to_the_optimum(monkeypatch: pytest.MonkeyPatch) -> N
     assert excess.mean() <= 0.01
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_never_worse_than_unplaced(data: st.DataObject) -> None:
     num_nodes, ranks_per_node = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))

@@ -37,7 +37,7 @@ def check_packing(lengths: np.ndarray, parts: list[list[int]], limit: int) -> No
     assert all(lengths[part].sum() <= limit for part in parts)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(LENGTHS, st.integers(100, 250))
 def test_pack(values: list[int], limit: int) -> None:
     lengths = np.array(values, dtype=np.int64)
@@ -55,7 +55,7 @@ def test_pack(values: list[int], limit: int) -> None:
     assert min_microbatches(lengths, limit) <= len(parts) <= len(bins)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 50), max_size=7), st.integers(50, 120))
 def test_lower_bound_is_one(values: list[int], limit: int) -> None:
     lengths = np.array(values, dtype=np.int64)
@@ -106,7 +106,7 @@ def test_best_fit_where_even_tokens_break_the_limit() -> None:
     assert len(parts) == 3
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(100, 250))
 def test_pack_together(ranks: list[list[int]], limit: int) -> None:
     lengths = [np.array(mine, dtype=np.int64) for mine in ranks]

@@ -87,7 +87,7 @@ def textbook_loads(costs: np.ndarray, k: int) -> list[float]:
     return [float(load) for load in tuples[0]]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60), st.integers(1, 12))
 def test_differencing_method_is_that_of_the_textbook(seed: int, n: int, k: int) -> None:
     costs = np.random.default_rng(seed).lognormal(0.0, 1.0, n)  # without ties
@@ -207,7 +207,7 @@ ANY_COST = st.floats(0, 1e6).map(lambda cost: cost if cost > 1e-100 else 0.0)
 COSTS = st.lists(ANY_COST | st.integers(0, 20).map(float), max_size=40)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(COSTS, st.integers(1, 9))
 def test_every_index_once_and_never_worse_than_plain(costs: list[float], k: int) -> None:
     array = np.array(costs)
@@ -222,7 +222,7 @@ def test_every_index_once_and_never_worse_than_plain(costs: list[float], k: int)
             assert makespan(array, parts) <= plain * (1 + 1e-12)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.data(), st.integers(1, 7), st.integers(0, 6))
 def test_equal_sizes(data: st.DataObject, k: int, size: int) -> None:
     costs = data.draw(st.lists(ANY_COST, min_size=k * size, max_size=k * size))
@@ -235,7 +235,7 @@ def test_equal_sizes(data: st.DataObject, k: int, size: int) -> None:
         assert makespan(array, parts) <= plain * (1 + 1e-12)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(COSTS, st.integers(1, 9))
 def test_one_more_device_never_raises_the_bound(costs: list[float], k: int) -> None:
     array = np.array(costs)
@@ -244,7 +244,7 @@ def test_one_more_device_never_raises_the_bound(costs: list[float], k: int) -> N
         assert lower_bound(array, k) <= makespan(array, karmarkar_karp(costs, k)) * (1 + 1e-12)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(COSTS.filter(bool), st.lists(st.sampled_from([0.5, 1.0, 1.7, 2.0]), min_size=1, max_size=6), st.randoms())
 def test_relabelling_devices_changes_nothing(costs: list[float], speeds: list[float], random: Random) -> None:
     array = np.array(costs)
@@ -280,7 +280,7 @@ def test_bad_speeds(speeds: list[float], message: str) -> None:
         karmarkar_karp([1.0, 2.0], 2, speeds=speeds)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(2, 5))
 def test_scaling_costs_by_a_power_of_two_changes_nothing(costs: list[int], k: int) -> None:
     assert karmarkar_karp(costs, k) == karmarkar_karp([c * 2.0**40 for c in costs], k)

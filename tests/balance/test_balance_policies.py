@@ -31,7 +31,7 @@ def test_the_paper_policies_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=24)
 @given(lengths=LENGTHS, world_size=st.integers(1, 6))
 def test_plans_are_complete_and_within_limits(name: str, lengths: list[int], world_size: int) -> None:
     plan = make(name, lengths, world_size)
@@ -44,7 +44,7 @@ def test_plans_are_complete_and_within_limits(name: str, lengths: list[int], wor
 
 
 @pytest.mark.parametrize("name", EQUAL_COUNTS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=24)
 @given(lengths=LENGTHS, world_size=st.integers(1, 6))
 def test_collectives_get_equal_counts(name: str, lengths: list[int], world_size: int) -> None:
     plan = make(name, lengths, world_size)
@@ -54,7 +54,7 @@ def test_collectives_get_equal_counts(name: str, lengths: list[int], world_size:
         assert empty == sorted(empty)  # empty ones last
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=24)
 @given(lengths=LENGTHS, world_size=st.integers(1, 6))
 def test_lb_micro_has_no_avoidable_empty_microbatch(lengths: list[int], world_size: int) -> None:
     plan = make("lb-micro", lengths, world_size)
@@ -64,7 +64,7 @@ def test_lb_micro_has_no_avoidable_empty_microbatch(lengths: list[int], world_si
         assert sum(not part for part in mine) == max(0, len(mine) - num)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=24)
 @given(lengths=LENGTHS, world_size=st.integers(1, 6))
 def test_lb_mini_never_has_an_empty_microbatch(lengths: list[int], world_size: int) -> None:
     plan = make("lb-mini", lengths, world_size)
@@ -73,7 +73,7 @@ def test_lb_mini_never_has_an_empty_microbatch(lengths: list[int], world_size: i
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(lengths=LENGTHS, order=st.permutations(range(4)))
 def test_ranks_have_no_say(name: str, lengths: list[int], order: list[int]) -> None:
     plan = make(name, lengths, 4)
@@ -83,7 +83,7 @@ def test_ranks_have_no_say(name: str, lengths: list[int], order: list[int]) -> N
 
 
 @pytest.mark.parametrize("name", ["lb-micro", "lb-micro-global"])
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(lengths=LENGTHS, data=st.data())
 def test_no_other_order_of_microbatches_is_better(name: str, lengths: list[int], data: st.DataObject) -> None:
     plan = make(name, lengths, 3)
@@ -193,7 +193,7 @@ def test_none_by_hand() -> None:
     assert make("none", [], 2).microbatches == [[], []]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(lengths=LENGTHS, world_size=st.integers(1, 6), microbatch_cost=st.sampled_from([0.0, 1.0, 500.0]))
 def test_lb_mini_equal_idles_no_more_than_lb_micro(lengths: list[int], world_size: int, microbatch_cost: float) -> None:
     """Equally many samples, like LB-Micro, but each rank packs for itself, like LB-Mini."""

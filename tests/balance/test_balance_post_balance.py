@@ -98,7 +98,7 @@ def test_nine_items_on_four_ranks() -> None:
         assert np.mean(excess) <= (1e-12 if layout == "padded" else 0.002)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     lengths=st.one_of(
         st.lists(st.integers(1, 60), max_size=40),
@@ -165,7 +165,7 @@ def make_items(lengths: list[int], a: float, b: float, num_ranks: int) -> Items:
     return Items(ordered, a * ordered.astype(np.float64) ** 2, b, num_ranks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=9),
     num_ranks=st.integers(1, 4),
@@ -187,7 +187,7 @@ def test_runs_are_the_best_runs_to_the_last_bit(lengths: list[int], num_ranks: i
     assert items.makespan(few_batches(items)) <= min(spans)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     costs=st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.7, 1 / 3, 1e-30, 2.5]), min_size=1, max_size=40),
     num_ranks=st.integers(1, 8),

@@ -19,7 +19,7 @@ from odc.bench.planning.paper_costs import paper_cost
 COSTS = st.lists(st.floats(0.01, 10.0), max_size=9)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(costs=COSTS, quota=st.floats(0.0, 30.0), usual=st.floats(0.0, 30.0))
 def test_a_quota_is_kept_and_the_oldest_sample_goes(costs: list[float], quota: float, usual: float) -> None:
     chosen = fill_quota(costs, quota, usual)
@@ -31,7 +31,7 @@ def test_a_quota_is_kept_and_the_oldest_sample_goes(costs: list[float], quota: f
         assert all(total + costs[i] > quota * (1 - 1e-12) for i in range(len(costs)) if i not in chosen)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(costs=st.lists(st.floats(0.1, 1.0), min_size=1, max_size=8), factor=st.floats(0.1, 2.4))
 def test_small_quotas_are_filled_as_well_as_they_can_be(costs: list[float], factor: float) -> None:
     """Up to three samples besides the oldest: then the choice is the best of all."""
@@ -69,7 +69,7 @@ def test_a_large_quota_goes_to_what_would_ask_for_one_later() -> None:
         assert sorted(costs[i] for i in chosen) == expected
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(costs=COSTS, quota=st.floats(0.0, 30.0), usual=st.floats(0.0, 30.0), most=st.integers(0, 5))
 def test_a_quota_may_be_of_few_samples(costs: list[float], quota: float, usual: float, most: int) -> None:
     chosen = fill_quota(costs, quota, usual, most)
@@ -140,7 +140,7 @@ def test_last_minibatches_cost_all_ranks_the_same(minibatch_size: int) -> None:
     assert 1 - loads.sum() / (loads.max(axis=0).sum() * 4) < 0.02
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=24)
 @given(
     num_samples=st.integers(1, 120),
     world_size=st.integers(1, 4),

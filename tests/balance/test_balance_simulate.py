@@ -155,7 +155,7 @@ MODELS = {"quadratic": QuadraticCost(1 / 45000, 1 / 300), "windowed": scaled(WIN
 @pytest.mark.parametrize("comm", COMMS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(
     planned=plans(),
     gather=st.sampled_from([0.0, 0.01, 0.3]),
@@ -203,7 +203,7 @@ def test_a_minibatch_by_hand() -> None:
 
 
 @pytest.mark.parametrize("comm", COMMS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=24)
 @given(planned=plans())
 def test_without_options_it_is_what_the_plan_says(comm: Comm, planned: tuple[Plan, np.ndarray, np.ndarray]) -> None:
     plan, samples, dataset = planned
@@ -304,7 +304,7 @@ def test_a_slow_device_that_the_planner_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("overlap", [0.0, 1.0])
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(planned=plans(), gather=st.sampled_from([0.0, 0.1]))
 def test_waiting_at_every_layer_takes_no_less(
     overlap: float, planned: tuple[Plan, np.ndarray, np.ndarray], gather: float

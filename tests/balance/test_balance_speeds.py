@@ -51,7 +51,7 @@ def test_many_samples_reach_the_bound_of_all_costs_over_all_speeds(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["lb-mini", "lb-mini-equal"])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=24)
 @given(lengths=LENGTHS, speeds=st.permutations([0.5, 1.0, 1.0, 1.7]), microbatch_cost=st.sampled_from([0.0, 100.0]))
 def test_relabelling_speeds_with_ranks_changes_nothing(
     name: str, lengths: list[int], speeds: list[float], microbatch_cost: float
@@ -155,7 +155,7 @@ def test_peak_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", ["lb-mini", "lb-mini-equal"])
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=32)
 @given(
     lengths=LENGTHS,
     world_size=st.integers(1, 5),

@@ -131,7 +131,7 @@ STREAMS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=24)
 @given(case=STREAMS)
 def test_no_pool_is_too_small_and_no_data_set_too_short(case: dict[str, Any]) -> None:
     lengths, (grouping, align) = case["lengths"], case["kind"]
@@ -225,7 +225,7 @@ def test_every_epoch_has_its_order() -> None:
     assert [i for m in unshuffled for i in m.microbatches[0]] == list(range(203))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     num_samples=st.integers(1, 60),
     world_size=st.integers(1, 4),

@@ -236,7 +236,7 @@ def makespan(costs: np.ndarray, parts: list[list[int]]) -> float:
     return max(float(costs[part].sum()) for part in parts)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10_000), n=st.integers(1, 60), k=st.integers(1, 12))
 def test_the_textbook_form_makes_the_same_partitions(seed: int, n: int, k: int) -> None:
     costs = np.random.default_rng(seed).lognormal(0.0, 1.0, n)

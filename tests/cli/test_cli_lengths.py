@@ -101,7 +101,7 @@ def test_broken_npy(tmp_path: Path, content: bytes, message: str) -> None:
     assert len(str(refused.value)) < 1000
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(st.data())
 def test_a_damaged_npy_is_read_or_refused(data: st.DataObject) -> None:
     whole = header("(3,)") + b"".join(n.to_bytes(8, "little") for n in (5, 6, 7))

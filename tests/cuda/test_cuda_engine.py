@@ -131,7 +131,7 @@ SLICES: dict[str, list[int]] = {
     "one": [4097],
     "aligned": [64, 4096, 8],
     "odd": [5, 0, 4099, 1],
-    "300": [3 + n % 3 for n in range(300)],
+    "300": [n % 4 for n in range(300)],
 }
 
 

@@ -20,7 +20,7 @@ from training import largest_difference, use_up
 
 import odc
 
-DIM, HIDDEN, NUM_BLOCKS, STEPS = 6, 10, 2, 3
+DIM, HIDDEN, NUM_BLOCKS, STEPS = 6, 10, 2, 2
 
 
 class Block(nn.Module):

@@ -326,7 +326,7 @@ REST = {
     ("head", "uneven"): STAGED,
     ("head", "idle"): SMALL,
 }
-STEPS = 3
+STEPS = 2
 further = functools.partial(pytest.param, marks=pytest.mark.extended)
 UNDER_PLAIN = ("modules", "dtensor", "hybrid")
 REST_UNDER_PLAIN = ("head", "alone", *(["placed"] if CAN_PLACE else []))

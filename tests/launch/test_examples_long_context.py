@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +32,24 @@ chat_data: Any = importlib.import_module("chat_data")
 options: Any = importlib.import_module("long_context_options")
 packed_attention: Any = importlib.import_module("packed_attention")
 
-LIBRARIES = (
-    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "accelerate", "odc.launch.main"),
-    *("transformers.models.qwen2.modeling_qwen2", "odc.fsdp_patch", "odc.transports.shm", "odc.balance"),
-)
 LIMIT_S = 300.0
 Launch = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+def launch(trainer_launcher: WarmLauncher) -> Launch:
     """Runs a script of the examples on two ranks; returns what it wrote."""
-    launcher = WarmLauncher(LIBRARIES, {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
     def run(out: Path, *words: str, script: str = "long_context_sft") -> dict[str, Any]:
         out.mkdir(exist_ok=True)
-        codes = launcher.run([str(EXAMPLES / f"{script}.py"), "--out", str(out), *words], out, ends_at_once=True)
+        codes = trainer_launcher.run(
+            [str(EXAMPLES / f"{script}.py"), "--out", str(out), *words], out, ends_at_once=True
+        )
         assert codes == [0, 0], output_of(out, 0).read_text() + output_of(out, 1).read_text()
         result: dict[str, Any] = json.loads((out / "result.json").read_text())
         return result
 
-    yield run
-    launcher.close()
+    return run
 
 
 def weights(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:

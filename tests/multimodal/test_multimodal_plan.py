@@ -22,7 +22,7 @@ def minibatch(num_ranks: int, num_samples: int, seed: int) -> list[list[SampleLe
     return ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(0, 14),

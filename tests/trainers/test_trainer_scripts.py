@@ -6,14 +6,13 @@ Ranks are forks of a process that has the libraries; with `-m extended` whole co
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,6 @@ ODC_RUN = [sys.executable, "-m", "odc", "run", *RANKS]
 SCRIPTS = ["accelerate_sft", "hf_trainer", "trl_sft"]
 STEPS = 4
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-LIBRARIES = (
-    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "odc.launch.main"),
-    *("accelerate", "datasets"),
-    *("transformers.trainer", "transformers.models.llama.modeling_llama", "trl.trainer.sft_trainer"),
-)
 further = functools.partial(pytest.param, marks=pytest.mark.extended)
 
 
@@ -63,25 +57,6 @@ def losses(launcher: list[str], script: str, folder: Path, *options: str) -> tup
 
 
 Warm = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[WarmLauncher]:
-    with contextlib.closing(WarmLauncher(LIBRARIES, {**os.environ, **OFFLINE})) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def warm(launcher: WarmLauncher) -> Warm:
-    """Runs a script in a folder, ``with_odc`` or plain; returns what it printed."""
-
-    def run(words: list[str], folder: Path, *, with_odc: bool, code: int = 0, ends_at_once: bool = True) -> str:
-        codes = launcher.run(words, folder, with_odc=with_odc, ends_at_once=ends_at_once)
-        text = "".join(output_of(folder, rank).read_text() for rank in range(len(codes)))
-        assert any(codes) == (code != 0), text
-        return text
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +301,7 @@ folder for these; ``resumes`` from what another job has left there."""
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory, launcher: WarmLauncher) -> Launch:
+def launch(tmp_path_factory: pytest.TempPathFactory, trainer_launcher: WarmLauncher) -> Launch:
     @functools.cache
     def run(
         trainer: str, mesh: str, *options: str, with_odc: bool = True, checkpoints: str = "", resumes: bool = False
@@ -334,7 +309,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, launcher: WarmLauncher) -> 
         assert resumes == bool(checkpoints and any(Path(checkpoints).glob("checkpoint-2")))
         folder = tmp_path_factory.mktemp(f"{trainer}-{mesh}")
         words = [*options, MESH_SCRIPT, str(folder), trainer, mesh, *filter(None, [checkpoints])]
-        codes = launcher.run(words, folder, with_odc=with_odc, ends_at_once=True, world_size=NUM_RANKS)
+        codes = trainer_launcher.run(words, folder, with_odc=with_odc, ends_at_once=True, world_size=NUM_RANKS)
         text = "".join(output_of(folder, rank).read_text() for rank in range(NUM_RANKS))
         assert codes == [0] * NUM_RANKS, text
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)], text

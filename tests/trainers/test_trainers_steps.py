@@ -8,42 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faulty_ranks import NOTICE_S
 
-from odc.bench.harness.warm_launch import WarmLauncher, output_of
+from odc.bench.harness.warm_launch import output_of
 
 SCRIPT = str(Path(__file__).parents[1] / "rigs" / "scripts" / "trl_steps.py")
-OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-LIBRARIES = (
-    *("torch._dynamo", "torch.distributed.fsdp", "odc.launch.main", "accelerate", "datasets"),
-    *("transformers.trainer", "transformers.models.qwen2.modeling_qwen2", "transformers.generation.utils"),
-    *("trl.trainer.grpo_trainer", "trl.trainer.dpo_trainer", "trl.trainer.reward_trainer"),
-)
 Warm = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    """Runs the script in a folder, ``with_odc`` or plain; returns what it printed."""
-    launcher = WarmLauncher(LIBRARIES, {**os.environ, **OFFLINE})
-
-    def run(words: list[str], folder: Path, *, with_odc: bool, code: int = 0, ranks: int = 2) -> str:
-        folder.mkdir(exist_ok=True)
-        codes = launcher.run(words, folder, with_odc=with_odc, world_size=ranks)
-        text = "".join(output_of(folder, rank).read_text() for rank in range(len(codes)))
-        assert any(codes) == (code != 0), text
-        return text
-
-    yield run
-    launcher.close()
 
 
 def logs(folder: Path) -> list[dict[str, Any]]:
