@@ -8,7 +8,7 @@ hybrid sharding because FSDP then skips its all-reduce, which is what ODC wants)
 one. The sum is known only at the end of the minibatch, so the hook leaves zeros: one element seen as many, which costs
 no memory. ``prepare_gradient_for_optim`` (end of backward) is shadowed to take a ``.grad`` that is nothing but these
 zeros away again, and :meth:`Fsdp1Unit.install` adds the mean gradient when it is final. Where FSDP1 looks at ``.grad``
-itself, what is pending there steps aside.
+itself, what is pending there is taken out.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.interception import untraced
-from odc.fsdp_patch.pending import PendingGradient, Standing, Use, settled
+from odc.fsdp_patch.pending import Expected, PendingGradient, Use, settled
 from odc.fsdp_patch.unit import (
     Communication,
-    Place,
+    GradientShard,
     Undo,
     Unit,
     Watched,
@@ -261,18 +261,18 @@ class Fsdp1Unit(Unit):
 
     def _leave_replaced(self, mean: torch.Tensor) -> None:
         """Nothing is added to gradients that the script has replaced."""
-        gone = {one.pending.key for one in self.standing.values() if not one.stood}
+        gone = {one.pending.key for one in self.expected.values() if not one.was_there}
         if id(self.flat_param) in gone:
             mean.zero_()
         for _, parameter, part in self._in_shard():
             if id(parameter) in gone:
                 mean[part].zero_()
 
-    def places(self) -> Sequence[Place]:
+    def gradient_shards(self) -> Sequence[GradientShard]:
         shard = self.flat_param._local_shard
         if not self.handle._use_orig_params:
-            return [Place(self.flat_param, shard)] if self._trainable else []
-        return [Place(p, shard[part]) for _, p, part in self._in_shard() if id(p) in self._trainable]
+            return [GradientShard(self.flat_param, shard)] if self._trainable else []
+        return [GradientShard(p, shard[part]) for _, p, part in self._in_shard() if id(p) in self._trainable]
 
     def expect(self, use: Use, *, none: bool = True, old: bool) -> None:
         flat, shard = self.flat_param, self.flat_param._local_shard
@@ -350,32 +350,32 @@ class Fsdp1Unit(Unit):
         def prepare_gradient_for_optim() -> None:
             was_sent = self._sent_in is not None
             self._completed(torch._C._current_graph_task_id())
-            self._step_aside()
+            self._take_out()
             prepare()
             flat = self.flat_param
             if self._is_nothing(flat.grad):
                 flat.grad = None
                 for parameter in chain(flat._params or [], flat._shared_params or []):
                     parameter.grad = None
-            for one in self.standing.values():
-                one.step_back()
+            for one in self.expected.values():
+                one.put_back()
             if was_sent:
                 self.expect(communication.data_of, old=True)
-                for one in self.standing.values():
+                for one in self.expected.values():
                     one.pending.is_sent = True
 
         @functools.wraps(unshard_grad)
         def show_full_gradients() -> None:  # `summon_full_params(with_grads=True)`, for which the minibatch has ended
             self._unwrap()
-            for one in self.standing.values():
-                one.step_aside(leave_base=False)
+            for one in self.expected.values():
+                one.take_out(leave_base=False)
             unshard_grad()
 
         @functools.wraps(reshard_grad)
         def take_full_gradients_away() -> None:
             reshard_grad()
-            for one in self.standing.values():
-                one.step_back()
+            for one in self.expected.values():
+                one.put_back()
 
         undo_methods = shadow(
             self.handle,
@@ -409,9 +409,9 @@ class Fsdp1Unit(Unit):
         def method() -> Any:
             flat = self.flat_param
             self._unwrap()
-            for one in self.standing.values():
+            for one in self.expected.values():
                 is_flat = one.parameter is flat  # it is unsharded: no sharded gradient can be put there now
-                if one.step_aside(leave_base=not is_flat) and is_flat and one.pending.base is not None:
+                if one.take_out(leave_base=not is_flat) and is_flat and one.pending.base is not None:
                     flat._saved_grad_shard = one.pending.base
             return original()
 
@@ -423,7 +423,7 @@ class Fsdp1Unit(Unit):
 
         @functools.wraps(original)
         def method() -> Any:
-            for one in self.standing.values():
+            for one in self.expected.values():
                 one.spare_base()
             return original()
 
@@ -434,23 +434,23 @@ class Fsdp1Unit(Unit):
 
         @functools.wraps(original)
         def method() -> Any:
-            aside = self._step_aside()
+            aside = self._take_out()
             try:
                 return original()
             finally:
                 for one in aside:
-                    one.step_back()
+                    one.put_back()
 
         return method
 
-    def _step_aside(self) -> list[Standing]:
-        """Those that have stood in ``.grad``. None where the script has full parameters (``summon_full_params``): there
+    def _take_out(self) -> list[Expected]:
+        """Those that were in ``.grad``. None where the script has full parameters (``summon_full_params``): there
         FSDP1 has nothing to do with gradients, and a part of one could not be put back."""
         self._unwrap()
         flat = self.flat_param
-        if flat.shape != flat._local_shard.shape and any(p.shape != like.shape for p, like in self.places()):
+        if flat.shape != flat._local_shard.shape and any(p.shape != like.shape for p, like in self.gradient_shards()):
             return []
-        return [one for one in self.standing.values() if one.step_aside()]
+        return [one for one in self.expected.values() if one.take_out()]
 
     def _completed(self, backward: int) -> None:
         """A backward pass has come to its end. One that has sent gradients before it, and is not a part of it (these

@@ -23,7 +23,6 @@ from odc.timeline import Timeline
 logger = logging.getLogger("odc")
 
 
-# What sets communication of torch's own, by how its classes begin.
 def find_fsdp2_units(model: nn.Module) -> list[Fsdp2Unit]:
     """All FSDP2 units below ``model`` in module order (a unit shared by several modules appears once).
 

@@ -30,8 +30,17 @@ from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import is_tested, mp_policy, param_groups
 from odc.fsdp_patch.fsdp2_in_place import STAGING, Held, InPlace, is_small
 from odc.fsdp_patch.fsdp2_param import FsdpParam, have_gradients, reaches_optimizer
-from odc.fsdp_patch.pending import stand_alone
-from odc.fsdp_patch.unit import Communication, Place, Undo, Unit, Watched, cast_within, shadow, waiting_gradients
+from odc.fsdp_patch.pending import only_expected
+from odc.fsdp_patch.unit import (
+    Communication,
+    GradientShard,
+    Undo,
+    Unit,
+    Watched,
+    cast_within,
+    shadow,
+    waiting_gradients,
+)
 from odc.units import ParamSlice, UnitSpec
 
 
@@ -180,7 +189,7 @@ class Fsdp2Unit(Unit):
     def _sort(self) -> None:
         self.trainable = [p for p in self.params if p.sharded.requires_grad]
         self._frozen = [p for p in self.params if not p.sharded.requires_grad]
-        self._gradient_places = [Place(p.sharded, p.local) for p in self.trainable]
+        self._gradient_shards = [GradientShard(p.sharded, p.local) for p in self.trainable]
 
     def do_without_staging(self, held: Held) -> None:
         if reason := self.why_staged():
@@ -396,18 +405,18 @@ class Fsdp2Unit(Unit):
         self._touched = touched
         offset = 0
         for index, (param, here) in enumerate(zip(self.trainable, touched, strict=True)):
-            one = self.standing.get(index)
-            if here and (one is None or one.stood):
+            one = self.expected.get(index)
+            if here and (one is None or one.was_there):
                 handle = one.handle if one is not None and one.parameter is param.sharded else None
                 param.add_to_grad(mean[offset : offset + param.local.numel()], handle)
             offset += param.numel
 
-    def places(self) -> Sequence[Place]:
-        known = self._gradient_places
+    def gradient_shards(self) -> Sequence[GradientShard]:
+        known = self._gradient_shards
         sharded = [param.inner.sharded_param for param in self.trainable]
-        if [id(one) for place in known for one in place] != [id(t) for p in sharded for t in (p, p._local_tensor)]:
+        if [id(one) for shard in known for one in shard] != [id(t) for p in sharded for t in (p, p._local_tensor)]:
             # A checkpoint was loaded as new parameters, or they were moved.
-            self._gradient_places = known = [Place(p.sharded, p.local) for p in self.trainable]
+            self._gradient_shards = known = [GradientShard(p.sharded, p.local) for p in self.trainable]
         return known
 
     def as_gradient(self, index: int, local: torch.Tensor) -> torch.Tensor:
@@ -539,7 +548,7 @@ class Fsdp2Unit(Unit):
             self._present = self._coming_gradients()
             self._is_sent = False
             parameters = [param.inner.sharded_param for param in self.trainable]
-            is_expected = not self._is_offloaded and stand_alone(self.standing, parameters)
+            is_expected = not self._is_offloaded and only_expected(self.expected, parameters)
             aside = [] if is_expected else [(parameter, parameter.grad) for parameter in parameters]
             for parameter, grad in aside:
                 if grad is not None:
@@ -567,7 +576,7 @@ class Fsdp2Unit(Unit):
                     self.expect(communication.data_of, old=True)
                 for index, here in enumerate(self._present):
                     if here:
-                        self.standing[index].pending.is_sent = True
+                        self.expected[index].pending.is_sent = True
 
         return shadow(self.group, post_backward=post_backward)
 

@@ -164,12 +164,15 @@ class GradientState:
     def since(self, who: Hashable, parameters: Set[int]) -> Since:
         """What concerns who asks for the gradients of these parameters."""
         found = Since.ASKED if who in self._asked else Since.NOTHING
-        is_all_used = self._minibatch.phase is not Phase.FINISHED or (self._has_gradients and self._is_empty())
-        if is_all_used or self.are_used(parameters) or not self._used_before.isdisjoint(parameters):
+        if self._are_all_used or self.are_used(parameters) or not self._used_before.isdisjoint(parameters):
             found |= Since.USED
         elif self._is_changed(parameters):  # before the first step of an optimizer they may be decayed, too
             found |= Since.CHANGED
         return found
+
+    @property
+    def _are_all_used(self) -> bool:
+        return self._minibatch.phase is not Phase.FINISHED or (self._has_gradients and self._is_empty())
 
     def are_used(self, parameters: Set[int]) -> bool:
         """Whether a step or a clearing has used any of their gradients."""
@@ -189,10 +192,11 @@ class GradientState:
         since = self.since(who, parameters)
         return any(since & one == one for one in _MEANS_COMING[asker])
 
-    def leave(self, who: Hashable, parameters: Set[int]) -> None:
-        """Who means the coming gradients is about to end a minibatch for them."""
-        if self.since(who, parameters) & (Since.USED | Since.CHANGED):
-            self._used_before |= parameters
+    def leave(self, parameters: Set[int]) -> None:
+        """A minibatch is about to end, whoever asks. If it brings no gradients, the last ones of all ``parameters``
+        that are used by now stay so."""
+        is_all = self._are_all_used or self._is_changed(parameters)
+        self._used_before |= parameters if is_all else self.stepped | self.cleared
 
     def give(self, who: Hashable, place: int = 0) -> None:
         """Who has asked is given final gradients; ``place``: of the script, where he uses their data."""

@@ -62,7 +62,7 @@ class GradientUse(Listener):
         self._units = units
         self.gradients = publisher.gradients
         self._ending = ("", 0)  # what is about to make them final, and at which place of the script, if by hand
-        self._places: list[tuple[int, int]] = []  # before parameters are moved
+        self._addresses: list[tuple[int, int]] = []  # before parameters are moved
         self._in_forward = False
         self._state = runtime.state
         self.is_deterministic = runtime.config.deterministic
@@ -140,14 +140,10 @@ class GradientUse(Listener):
 
     def notes(self) -> Notes:
         """What the other ranks are told of the end of a minibatch."""
-        num_places = sum(len(unit.places()) for unit in self._units)
-        standing = [one for unit in self._units for one in unit.standing.values()]
-        said = Said.EXPECTED if len(standing) == num_places and all(one.stands for one in standing) else Said(0)
+        num_shards = sum(len(unit.gradient_shards()) for unit in self._units)
+        expected = [one for unit in self._units for one in unit.expected.values()]
+        said = Said.EXPECTED if len(expected) == num_shards and all(one.is_there for one in expected) else Said(0)
         return self.gradients.notes(*self._ending, said)
-
-    def check_kept(self, ends: Sequence[End]) -> None:
-        """As :meth:`ended`, for an empty minibatch."""
-        self.gradients.check_kept([Notes(*end.notes) for end in ends])
 
     def end_if_cleared(self) -> None:
         """Throw the minibatch away if the script has cleared all that this rank has sent, in place of a step.
@@ -157,7 +153,7 @@ class GradientUse(Listener):
         """
         if not self._runtime.state.pushed:
             return
-        sent = [one for unit in self._units for one in unit.standing.values() if one.pending.is_sent]
+        sent = [one for unit in self._units for one in unit.expected.values() if one.pending.is_sent]
         num_gone = sum(one.is_cleared for one in sent)
         if num_gone == len(sent) > 0:
             self._live_session().discard()
@@ -182,7 +178,7 @@ class GradientUse(Listener):
 
         def begin(*, is_method: bool) -> None:
             # A look at one of each unit: who clears all has cleared it, and clears a part is found at the end.
-            if any(next(iter(unit.standing.values())).is_cleared for unit in self._units if unit.standing):
+            if any(next(iter(unit.expected.values())).is_cleared for unit in self._units if unit.expected):
                 self.end_if_cleared()
             if not self.is_in_backward:
                 self._live_session().publish_changed(is_evaluation=not torch.is_grad_enabled())
@@ -258,7 +254,6 @@ class GradientUse(Listener):
         self._refuse_in_block(what)
         who = who or (what, frozenset(owned))
         if self.gradients.means_coming(asker, who, owned, place):
-            self.gradients.leave(who, owned)
             self.finish(what, place)
         self.gradients.give(who)
 
@@ -324,18 +319,18 @@ class GradientUse(Listener):
 
     def before_moving(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._publisher.owned(tensors):
-            self._places = self._publisher.places()
+            self._addresses = self._publisher.addresses()
             for unit in self._units:
                 unit.withdraw()
                 unit.take_over_data()
 
     def after_moving(self, tensors: Sequence[torch.Tensor]) -> None:
-        places, self._places = self._places, []
-        if places:
+        addresses, self._addresses = self._addresses, []
+        if addresses:
             for unit in self._units:
                 unit.take_over_place()
-                unit.stand_again()
-            self._publisher.after_moving(places)
+                unit.expect_again()
+            self._publisher.after_moving(addresses)
 
     def after_clearing(self, tensors: Sequence[torch.Tensor]) -> None:
         owned = self._publisher.owned(tensors)

@@ -140,7 +140,7 @@ class Pending:
         return self.final is None and self.base is None and not self.is_sent
 
 
-class Standing:
+class Expected:
     """A pending gradient in the ``.grad`` of its parameter, from when it is expected until the minibatch ends.
 
     [Note: No weak references] It has plain ones to the parameter and to what stands there. ``Module.to`` and
@@ -155,7 +155,7 @@ class Standing:
         as_gradient: makes what stands in ``.grad`` of a tensor (under FSDP2, a DTensor).
     """
 
-    __slots__ = ("_as_gradient", "_aside", "handle", "parameter", "pending", "stood")
+    __slots__ = ("_as_gradient", "_aside", "handle", "parameter", "pending", "was_there")
 
     def __init__(
         self,
@@ -167,15 +167,15 @@ class Standing:
     ) -> None:
         self.parameter = parameter
         self.pending = Pending(id(parameter), use, reduction)
-        self.stood = True
+        self.was_there = True
         """The script had neither cleared nor replaced it when it was withdrawn."""
         self.handle: torch.Tensor
-        """What stands, or has stood, in ``.grad``."""
+        """What is, or was, in ``.grad``."""
         self._aside: torch.Tensor | None = None
         self._as_gradient = as_gradient
-        self.stand(like)
+        self.put(like)
 
-    def stand(self, like: torch.Tensor) -> None:
+    def put(self, like: torch.Tensor) -> None:
         """Put it in ``.grad``, in place of what is there: at first, and again behind :meth:`withdraw`."""
         earlier = self.parameter.grad
         base = self.pending.base = earlier._local_tensor if isinstance(earlier, DTensor) else earlier
@@ -188,7 +188,7 @@ class Standing:
             self.handle = self.parameter.grad = self._as_gradient(wrapper)
 
     @property
-    def stands(self) -> bool:
+    def is_there(self) -> bool:
         """Whether it is what the script finds: it has neither cleared nor replaced it."""
         return self._aside is not None or self.parameter.grad is self.handle
 
@@ -203,21 +203,21 @@ class Standing:
             return
         if self.is_cleared and not self.pending.is_sent:  # of no use to who cleared it: others may bring one yet
             self.pending.base = None
-        self.stood, base = self.stands or (self.is_cleared and not self.pending.is_sent), self.pending.base
+        self.was_there, base = self.is_there or (self.is_cleared and not self.pending.is_sent), self.pending.base
         if isinstance(self.handle, DTensor) and base is not None:
             self.handle._local_tensor = base
-        elif self.stood:
+        elif self.was_there:
             self.parameter.grad = base
 
-    def step_aside(self, *, leave_base: bool = True) -> bool:
-        """While FSDP is at work: as :meth:`withdraw`, or leave None. Whether it has stood there."""
-        if self._aside is not None or not self.stands:
+    def take_out(self, *, leave_base: bool = True) -> bool:
+        """While FSDP is at work: as :meth:`withdraw`, or leave None. Whether it was there."""
+        if self._aside is not None or not self.is_there:
             return False
         self._aside, self.parameter.grad = self.parameter.grad, self.pending.base if leave_base else None
         return True
 
     def spare_base(self) -> None:
-        """While it has stepped aside: FSDP1 is about to write into the tensor that it finds in ``.grad``."""
+        """While it is out: FSDP1 is about to write into the tensor that it finds in ``.grad``."""
         if self._aside is not None and self.parameter.grad is self.pending.base:
             self.parameter.grad = None
 
@@ -226,14 +226,14 @@ class Standing:
         if isinstance(self.handle, DTensor):
             self.handle._local_tensor = self.handle._local_tensor.new_empty(0)
 
-    def step_back(self) -> None:
+    def put_back(self) -> None:
         """FSDP has done its work."""
         if self._aside is not None:
             self.parameter.grad, self._aside = self._aside, None
 
     def settle(self) -> None:
         """The minibatch has ended, and ``.grad`` is final: so is what anybody has at hand."""
-        gradient = self.parameter.grad if self.stood else None
+        gradient = self.parameter.grad if self.was_there else None
         local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
         final = self.pending.final = self.pending.now() if local is None else local
         self._aside = None
@@ -241,7 +241,7 @@ class Standing:
             self.handle._local_tensor = final
 
 
-def stand_alone(gradients: Mapping[int, Standing], parameters: Iterable[nn.Parameter]) -> bool:
+def only_expected(gradients: Mapping[int, Expected], parameters: Iterable[nn.Parameter]) -> bool:
     """Whether each parameter has a pending gradient, which the script finds in ``.grad``, and no earlier one in it.
     Asked of all of a unit behind each backward, so at once; ``gradients``: by number of the parameter."""
     for index, parameter in enumerate(parameters):

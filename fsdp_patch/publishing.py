@@ -288,14 +288,14 @@ class Publisher:
         """Whether no trainable parameter has a ``.grad``."""
         return all(settled(p.grad) is None for unit in self._units for p in unit.trainable_parameters())
 
-    def places(self) -> list[tuple[int, int]]:
+    def addresses(self) -> list[tuple[int, int]]:
         """Where each parameter lies, and a number that grows with each write there."""
         return [(one.memory.data_ptr(), one.memory._version) for unit in self._units for one in unit.watched()]
 
     def after_moving(self, before: list[tuple[int, int]]) -> None:
-        """The script has moved parameters, or what looks like it; ``before``: their :meth:`places`."""
+        """The script has moved parameters, or what looks like it; ``before``: their :meth:`addresses`."""
         units = range(len(self._units))
-        if before != self.places() and self._guard.is_any_changed(units):
+        if before != self.addresses() and self._guard.is_any_changed(units):
             if self._runtime.state.pushed:
                 raise self._runtime.refusal(
                     "parameters were changed by Module._apply between backward and step: the other ranks have added up "

@@ -17,7 +17,7 @@ from torch import nn
 
 from odc.errors import MisuseError, OdcError, UnsupportedError
 from odc.fsdp_patch.gradient_events import script_frame
-from odc.fsdp_patch.gradient_state import Said
+from odc.fsdp_patch.gradient_state import Notes, Said
 from odc.fsdp_patch.gradient_use import GradientUse
 from odc.fsdp_patch.guard import Guard
 from odc.fsdp_patch.interception import listen, listening, trained
@@ -256,6 +256,7 @@ class Session:
         """Wait until every rank is done with it. The sums are then final, and those to be used in ``.grad``, or used by
         ``step``."""
         self._require_open()
+        self._publisher.gradients.leave(self._publisher.all_trainable)
         self.publish_changed()
         if self._runtime.state.phase is not Phase.OPEN:
             self._begin()
@@ -378,7 +379,7 @@ class Session:
     def _publish_anew(self) -> None:
         # Replicas are not waited for: one that has not done the same is found at the next end.
         with self._runtime.reporting:
-            self._gradients.check_kept(self._runtime.ends)
+            self._publisher.gradients.check_kept([Notes(*end.notes) for end in self._runtime.ends])
         self._publisher.publish_anew()
         for unit in self._units:
             unit.discard_gathered()
@@ -400,7 +401,7 @@ class Session:
             )
         for unit in self._units:
             unit.withdraw()
-            unit.stand_again()
+            unit.expect_again()
 
     def exchange_items(self, channels: Sequence[str], *, capacity_bytes: int) -> ItemExchange:
         """A way to move what is no parameter between the ranks of the model's shard group: outputs of encoders, say.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.errors import ProtocolError, UnsupportedError
-from odc.fsdp_patch.pending import Reduction, Standing, Use
+from odc.fsdp_patch.pending import Expected, Reduction, Use
 from odc.fsdp_patch.replicas import Replicas
 from odc.units import Destination, Rows, UnitSpec
 
@@ -55,7 +55,7 @@ class Communication(Protocol):
         ...
 
 
-class Place(NamedTuple):
+class GradientShard(NamedTuple):
     """Where this rank's part of the gradient of one trainable parameter goes."""
 
     parameter: nn.Parameter
@@ -94,8 +94,8 @@ class Unit(ABC):
     """Set by the session where there is a :attr:`replica_group`."""
 
     def __init__(self) -> None:
-        self.standing: dict[int, Standing] = {}
-        """The coming gradients, by the number of the place, see :meth:`places`."""
+        self.expected: dict[int, Expected] = {}
+        """The coming gradients, by the number of the shard, see :meth:`gradient_shards`."""
         self.reduction = Reduction()
         """FSDP's own work on this unit's gradients, in which these are no news."""
 
@@ -241,7 +241,7 @@ class Unit(ABC):
         """Free the gradients of its trainable parameters."""
         for parameter in self.trainable_parameters():
             parameter.grad = None
-        for one in self.standing.values():
+        for one in self.expected.values():
             one.free()
 
     @property
@@ -317,47 +317,47 @@ class Unit(ABC):
         return False
 
     @abstractmethod
-    def places(self) -> Sequence[Place]:
+    def gradient_shards(self) -> Sequence[GradientShard]:
         """Where gradients of this rank's part of the trainable parameters go; none for parameters that it has no part
         of. The same ones each time."""
 
     def as_gradient(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient as it stands in the ``.grad`` of a place."""
+        """This rank's part of a gradient as it stands in ``.grad``."""
         return local
 
     def expect(self, use: Use, *, none: bool = True, old: bool) -> None:
         """Let gradients be pending: where there are none (``none``), and where there are (``old``)."""
-        for index, place in enumerate(self.places()):
-            known = self.standing.get(index)
-            if known is not None and known.parameter is place.parameter and (known.pending.is_sent or known.stands):
+        for index, shard in enumerate(self.gradient_shards()):
+            known = self.expected.get(index)
+            if known is not None and known.parameter is shard.parameter and (known.pending.is_sent or known.is_there):
                 continue
-            if none if place.parameter.grad is None else old:
+            if none if shard.parameter.grad is None else old:
                 make = functools.partial(self.as_gradient, index)
-                self.standing[index] = Standing(place.parameter, place.like, use, self.reduction, make)
+                self.expected[index] = Expected(shard.parameter, shard.like, use, self.reduction, make)
 
     def withdraw(self) -> None:
         """Leave the gradients as they were before."""
-        for one in self.standing.values():
+        for one in self.expected.values():
             one.withdraw()
 
-    def stand_again(self) -> None:
+    def expect_again(self) -> None:
         """Behind :meth:`withdraw`, where the script has moved parameters, or replaced them: expect the gradients of
         those that are there now."""
-        for index, place in enumerate(self.places()):
-            one = self.standing.get(index)
-            if one is None or not one.stood:
+        for index, shard in enumerate(self.gradient_shards()):
+            one = self.expected.get(index)
+            if one is None or not one.was_there:
                 continue
-            if one.parameter is place.parameter:
-                one.stand(place.like)
-            elif place.parameter.grad is None:
+            if one.parameter is shard.parameter:
+                one.put(shard.like)
+            elif shard.parameter.grad is None:
                 make = functools.partial(self.as_gradient, index)
-                self.standing[index] = Standing(place.parameter, place.like, one.pending.use, self.reduction, make)
+                self.expected[index] = Expected(shard.parameter, shard.like, one.pending.use, self.reduction, make)
 
     def settle(self) -> None:
         """The minibatch has ended, and what is in ``.grad`` is final."""
-        for one in self.standing.values():
+        for one in self.expected.values():
             one.settle()
-        self.standing.clear()
+        self.expected.clear()
 
     # Entering it
 

@@ -601,7 +601,7 @@ MUTANTS = (
         "A parameter that no microbatch has used gets a gradient of zeros in place of None. Weight decay and momentum move it.",
         ("tests/fsdp/test_fsdp2_features.py::test_what_nobody_uses_keeps_grad_none_so_that_weight_decay_skips_it",),
         "fsdp_patch/fsdp2_unit.py",
-        (("if here and (one is None or one.stood):", "if one is None or one.stood:"),),
+        (("if here and (one is None or one.was_there):", "if one is None or one.was_there:"),),
     ),
     Mutant(
         "fsdp-unsent-gradients-are-dropped",
@@ -624,8 +624,8 @@ MUTANTS = (
         "fsdp_patch/pending.py",
         (
             (
-                "self.stood, base = self.stands or (self.is_cleared and not self.pending.is_sent), self.pending.base",
-                "self.stood, base = self.stands, self.pending.base",
+                "self.was_there, base = self.is_there or (self.is_cleared and not self.pending.is_sent), self.pending.base",
+                "self.was_there, base = self.is_there, self.pending.base",
             ),
         ),
     ),
@@ -635,6 +635,13 @@ MUTANTS = (
         ("tests/fsdp/test_changing_scripts.py::test_what_is_changed_between_steps_is_what_all_ranks_compute_with",),
         "fsdp_patch/guard.py",
         (("elif self.is_any_written([index]) or self.is_any_changed([index]):", "elif self.is_any_changed([index]):"),),
+    ),
+    Mutant(
+        "fsdp-what-was-used-is-forgotten-behind-finish",
+        "session.finish() behind a step ends a minibatch without gradients. On a rank without a microbatch the next step uses the old ones again.",
+        ("tests/fsdp/test_gradient_state.py",),
+        "fsdp_patch/session.py",
+        (("        self._publisher.gradients.leave(self._publisher.all_trainable)\n", ""),),
     ),
     Mutant(
         "fsdp-who-kept-and-who-changed-is-not-compared",

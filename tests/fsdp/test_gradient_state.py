@@ -124,10 +124,11 @@ def test_what_was_used_stays_so_over_an_end_without_gradients() -> None:
     one.state.step(ONE)
     for _ in range(2):
         assert one.state.means_coming(Asker.NAME, "who", ONE)
-        one.state.leave("who", ONE)
+        one.state.leave(ONE | OTHER)
         one.publish()
         one.end(has_pushed=False)
     assert one.state.means_coming(Asker.STEP, "who", ONE)
+    assert not one.state.means_coming(Asker.STEP, "who", OTHER)
     one.publish()
     one.end()
     assert not one.state.means_coming(Asker.STEP, "who", ONE)
@@ -191,6 +192,7 @@ LINES = {
     "scale": "for p in parameters:\n        if p.grad is not None:\n            p.grad.mul_(0.5)",
     "look": "for p in parameters:\n        if p.grad is not None:\n            seen.append(float(p.grad.sum()))",
     "evaluate": "evaluate()",
+    "finish": "finish()",
     "step": "optimizer.step()",
     "step at times": "if number % 2:\n        optimizer.step()",
     "step by hand": "for p in parameters:\n        if p.grad is not None:\n            p.data.sub_(0.1 * p.grad)",
@@ -255,6 +257,7 @@ def run(body: Sequence[str], idle: Sequence[int], others: Sequence[tuple[End, Su
         "seen": [],
         "microbatch": microbatch,
         "evaluate": lambda: None if ours is None else one_rank.gather(ours, keeps_graph=False),
+        "finish": lambda: None if ours is None else ours.finish(),
     }
     text = f"for number in range({NUM_ROUNDS}):\n    microbatch(number)\n"
     error = None
@@ -295,13 +298,15 @@ def expected(body: Sequence[str]) -> tuple[set[str], set[str]]:
 
     An evaluation between an end and a step by hand is refused, on all ranks. A rank without a microbatch cannot know
     that others keep their gradients and add to them, if no clipping says so first; it does not see that the script sets
-    None, and misses a use behind ``zero_grad``.
+    None, and misses a use behind ``zero_grad``. With ``finish()`` before any of these it need not know.
     """
     way = next(name for name in STEPS if name in body)
     last = max(number for number, name in enumerate(body) if name == way)
     busy = {"same", "refused"} if way == "step by hand" and "evaluate" in body[:last] else {"same"}
-    first = next(name for name in body if name in ("clip", "scale", "look", way))
+    first = next(name for name in body if name in ("clip", "scale", "look", "finish", way))
     is_kept = way == "step at times" and first != "clip"
+    if first == "finish":
+        return busy, busy
     return busy, TOLD if is_kept or "None" in body or "zero_grad" in body[:-1] else busy
 
 

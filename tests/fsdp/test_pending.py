@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from odc.fsdp_patch.pending import Pending, PendingGradient, Reduction, Standing, settled
+from odc.fsdp_patch.pending import Expected, Pending, PendingGradient, Reduction, settled
 
 FINAL = torch.arange(12.0).reshape(4, 3)
 
@@ -28,16 +28,16 @@ class Ender:
         self.parameter, self.as_gradient = parameter, as_gradient
         self.num_ends, self.reduction = 0, Reduction()
         like = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-        self.standing = Standing(parameter, like, self.end, self.reduction, as_gradient)
+        self.expected = Expected(parameter, like, self.end, self.reduction, as_gradient)
 
     def end(self, pending: Pending, *, is_zeroed: bool = False) -> torch.Tensor:
         if is_zeroed:
             return pending.now()
         self.num_ends += 1
-        self.standing.withdraw()
-        if self.standing.stood:
+        self.expected.withdraw()
+        if self.expected.was_there:
             self.parameter.grad = self.as_gradient(FINAL + (0 if pending.base is None else pending.base))
-        self.standing.settle()
+        self.expected.settle()
         assert pending.final is not None
         return pending.final
 
@@ -131,13 +131,13 @@ def test_an_earlier_gradient_is_added_to_where_it_is() -> None:
 
 def test_what_a_script_puts_there_stays() -> None:
     cleared, replaced = plain(), plain()
-    cleared.standing.pending.is_sent = True
+    cleared.expected.pending.is_sent = True
     cleared.parameter.grad = None
     replaced.parameter.grad = torch.full((4, 3), 7.0)
     for ender in (cleared, replaced):
-        assert not ender.standing.stands
-        ender.end(ender.standing.pending)
-    assert cleared.standing.is_cleared
+        assert not ender.expected.is_there
+        ender.end(ender.expected.pending)
+    assert cleared.expected.is_cleared
     assert cleared.parameter.grad is None
     assert float(replaced.parameter.grad.mean()) == 7.0
 
@@ -147,9 +147,9 @@ def test_clearing_what_is_expected_loses_nothing_that_others_bring() -> None:
     ender = plain()
     for base in (None, FINAL):
         ender.parameter.grad = base
-        ender.standing = Standing(ender.parameter, ender.parameter.detach(), ender.end, ender.reduction)
+        ender.expected = Expected(ender.parameter, ender.parameter.detach(), ender.end, ender.reduction)
         ender.parameter.grad = None
-        ender.end(ender.standing.pending)
+        ender.end(ender.expected.pending)
         assert torch.equal(ender.parameter.grad, FINAL)
 
 
@@ -159,7 +159,7 @@ def test_it_keeps_neither_the_parameter_nor_its_gradient_alive() -> None:
     gradient, parameter = ender.parameter.grad, weakref.ref(ender.parameter)
     gc.disable()
     try:
-        del ender.parameter, ender.standing
+        del ender.parameter, ender.expected
         assert parameter() is None
     finally:
         gc.enable()

@@ -12,7 +12,7 @@ from torch import nn
 
 from odc.errors import MisuseError, OdcError, ProtocolError
 from odc.fsdp_patch.session import Connection, Session
-from odc.fsdp_patch.unit import Place, Unit, Watched
+from odc.fsdp_patch.unit import GradientShard, Unit, Watched
 from odc.minibatch.protocol import End
 from odc.minibatch.state import MinibatchState
 from odc.timeline import Stats
@@ -32,7 +32,7 @@ class OneParameter(Unit):
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         super().__init__()
         self.name, self.parameter, self._local = name, parameter, parameter.detach()
-        self._places = [Place(parameter, self._local)]
+        self._shards = [GradientShard(parameter, self._local)]
 
     def spec(self) -> UnitSpec:
         numel = self._local.numel()
@@ -54,14 +54,14 @@ class OneParameter(Unit):
         yield self.name, (published, self._local)
 
     def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
-        one = self.standing.get(0)
-        if not any(touched) or (one is not None and not one.stood):
+        one = self.expected.get(0)
+        if not any(touched) or (one is not None and not one.was_there):
             return
         grad = self.parameter.grad
         self.parameter.grad = mean if grad is None else grad.add_(mean)
 
-    def places(self) -> Sequence[Place]:
-        return self._places
+    def gradient_shards(self) -> Sequence[GradientShard]:
+        return self._shards
 
     def enter(self, index: int, communication: Any) -> Callable[[], None]:
         return lambda: None
@@ -179,4 +179,4 @@ def microbatch(session: Session, gradients: Sequence[torch.Tensor]) -> None:
     for index, (unit, gradient) in enumerate(zip(session._units, gradients, strict=True)):
         session.scatter_accumulate(index, gradient, [True])
         unit.expect(session.data_of, old=True)
-        unit.standing[0].pending.is_sent = True
+        unit.expected[0].pending.is_sent = True
