@@ -131,8 +131,14 @@ def test_a_state_that_loses_samples_is_noticed_and_all_is_read_again(num_workers
     assert rest == [found[12:] for found in whole]
 
 
-@pytest.mark.parametrize(("num_shards", "shuffled"), [(1, False), (4, False), (4, True)])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("num_shards", "shuffled", "num_workers"),
+    [
+        *((1, False, 2), (4, True, 0)),
+        *(pytest.param(*case, marks=pytest.mark.extended) for case in ((1, False, 0), (4, True, 2))),
+        *(pytest.param(4, False, num_workers, marks=pytest.mark.extended) for num_workers in (0, 2)),
+    ],
+)
 def test_streams_of_datasets_are_resumed(num_shards: int, shuffled: bool, num_workers: int) -> None:
     whole, states = stopped(lambda: shards(num_shards, shuffled), num_workers, 9, 40, infinite=True)
     with warnings.catch_warnings(record=True) as caught:

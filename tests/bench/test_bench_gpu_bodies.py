@@ -213,6 +213,7 @@ def test_waiting_for_a_device_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # Bodies that need a model, or times
 
 
+@pytest.mark.extended
 def test_sft() -> None:
     report = sft.check(WITHIN)
     assert len(report.data["errors"]) == 4
@@ -240,6 +241,7 @@ def test_all_forms() -> None:
     assert forms.check(WITHIN).figures.startswith("6 forms; ")
 
 
+@pytest.mark.extended
 def test_late_binding() -> None:
     report = late_binding.check(WITHIN)
     assert report.data["2 ranks"]["taken"] > 0

@@ -130,7 +130,7 @@ def test_native_is_the_worst_in_rl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "num_samples", "largest"), [further("LongAlign", 3072, 1.0), ("SWE-Smith", 1024, 1.8)]
+    ("dataset", "num_samples", "largest"), [further("LongAlign", 3072, 1.0), further("SWE-Smith", 1024, 1.8)]
 )
 def test_the_fitted_rows_come_out(dataset: str, num_samples: int, largest: float) -> None:
     """With a sixth of the samples that the command takes, or fewer, so one limit is wider."""
@@ -195,6 +195,7 @@ def test_only_a_fitted_row_that_is_too_far_off_fails(monkeypatch: pytest.MonkeyP
     assert run.missed == ["LongAlign 1.5B: 1.10 points, expected at most 1.0"] * (off > 1.0 and model == "1.5B")
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
 def test_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
     """Ctrl-C of a terminal goes to all processes of the group, workers included."""

@@ -118,6 +118,8 @@ HYBRID = {
     "hybrid, set_requires_all_reduce": Case(with_(hybrid.accumulation, True), TOLERANCE),
     "hybrid, another divide factor for each microbatch": Case(loops.divided_by_microbatch, TOLERANCE),
     "hybrid, ranks without microbatches": Case(hybrid.without_microbatches),
+}
+FURTHER_HYBRID = {
     "hybrid, evaluation": Case(with_(loops.evaluation, torch.no_grad), TOLERANCE),
     "hybrid, step by unit": Case(with_(by_unit.loop, by_unit.momentum, 0.05), by_unit.CLOSE, minibatches=4),
     "hybrid, optimizer in backward": Case(with_(by_unit.in_backward, by_unit.adamw_by_parameter)),
@@ -130,13 +132,14 @@ BOTH_WAYS = (
     *("weights in float8, a scale for each row", "weights in float8, scales by all ranks", "hybrid, accumulation"),
 )
 VARIANTS = {name: case for name, case in MODELS.items() if name not in BOTH_WAYS}
-HYBRID_VARIANTS = {name: case for name, case in HYBRID.items() if name not in BOTH_WAYS}
+HYBRID_VARIANTS = {name: case for name, case in {**HYBRID, **FURTHER_HYBRID}.items() if name not in BOTH_WAYS}
 GROUPS: dict[str, dict[str, Case]] = {
     "loops": LOOPS,
     "models": MODELS,
     "staged": {**LOOPS, **COMPILED, **VARIANTS},
     "compiled": COMPILED,
     "hybrid": HYBRID,
+    "further hybrid": FURTHER_HYBRID,
     "staged hybrid": HYBRID_VARIANTS,
     "pairs": pairs_of("fsdp2"),
     "other pairs": OTHERS,
@@ -148,8 +151,7 @@ def ways_of(group: str, name: str) -> Sequence[str]:
     """To communicate."""
     if group.startswith("staged"):
         return BOTH[1:]
-    is_once = name in VARIANTS or name in HYBRID_VARIANTS or group not in ("models", "hybrid", "pairs")
-    return BOTH[:1] if is_once else BOTH
+    return BOTH if group in ("models", "hybrid", "pairs") and name not in {**VARIANTS, **HYBRID_VARIANTS} else BOTH[:1]
 
 
 def find_differences(rank: int, world_size: int, group: str) -> dict[str, dict[str, float | str]]:
@@ -184,7 +186,7 @@ def test_scripts_keep_their_numbers(name: str) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("name", [*LOOPS, *COMPILED, *VARIANTS, *HYBRID_VARIANTS])
 def test_staged_scripts_keep_their_numbers(name: str) -> None:
-    check("staged hybrid" if name in HYBRID else "staged", name)
+    check("staged hybrid" if name in HYBRID_VARIANTS else "staged", name)
 
 
 @pytest.mark.extended  # every run has pairs in generated scripts, of both FSDPs: test_bench_parity.py
@@ -210,9 +212,9 @@ def test_compiled_blocks(name: str) -> None:
     check("compiled", name)
 
 
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", [*HYBRID, *(pytest.param(one, marks=pytest.mark.extended) for one in FURTHER_HYBRID)])
 def test_hybrid_sharding_over_two_hosts(name: str) -> None:
-    check("hybrid", name)
+    check("hybrid" if name in HYBRID else "further hybrid", name)
 
 
 # What cannot be followed is refused by name

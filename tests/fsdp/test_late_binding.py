@@ -183,7 +183,7 @@ def test_sums_in_one_order_are_no_sums_of_late_samples() -> None:
     ("hosts", "make", "num_samples"),
     [
         pytest.param(1, known_lengths, 16, marks=pytest.mark.extended),
-        (2, known_lengths, 16),
+        pytest.param(2, known_lengths, 16, marks=pytest.mark.extended),
         (1, stream, len(LENGTHS)),
     ],
 )

@@ -164,6 +164,7 @@ def resumed(folder: str, of_ranks: object) -> list[dict[str, Any]]:
     return run_ranks(4, train, folder, True)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_training_goes_on_from_a_checkpoint_bit_for_bit(name: str, of_ranks: Any, resumed: Any) -> None:
     """Model, optimizer and the place in the data, on a mesh that divides parameters twice."""

@@ -151,5 +151,6 @@ def uneven(rank: int, world_size: int) -> list[float]:
     return differences
 
 
+@pytest.mark.extended
 def test_replicas_that_run_a_schedule_more_often_than_others_are_one_process() -> None:
     assert max(max(of_rank) for of_rank in run_ranks(4, uneven)) < 1e-5

@@ -105,8 +105,7 @@ class TestGather:
     ) -> None:
         self.check(k, rows, numels, dtype, before=before, shift=shift)
 
-    @pytest.mark.parametrize("rank", range(WORLD_SIZE))
-    @pytest.mark.parametrize("num_programs", [1, 2, 7, 64])
+    @pytest.mark.parametrize(("rank", "num_programs"), some_of(range(WORLD_SIZE), [1, 2, 7, 64]))
     def test_ranks_and_programs(self, k: SimpleNamespace, rows: Any, rank: int, num_programs: int) -> None:
         for numels in ([9001], [9001, 0, 3, 5000, 1, 1, 1]):
             self.check(k, rows, numels, FP32, rank=rank, num_programs=num_programs)
@@ -212,8 +211,7 @@ class TestScatterAccumulate:
             push = Push(numels, BF16, [5], shift=of_grads, gap=gap)
             self.check(k, rows, push, before=before, shift=shift)
 
-    @pytest.mark.parametrize("rank", range(WORLD_SIZE))
-    @pytest.mark.parametrize("num_programs", [1, 2, 7, 64])
+    @pytest.mark.parametrize(("rank", "num_programs"), some_of(range(WORLD_SIZE), [1, 2, 7, 64]))
     def test_ranks_and_programs(self, k: SimpleNamespace, rows: Any, rank: int, num_programs: int) -> None:
         for numels in ([9001], [9001, 0, 3, 5000, 1, 1, 1]):
             push = Push(numels, FP32, [4500, 0])
@@ -280,8 +278,7 @@ class TestScatter:
             push = Push(numels, BF16, [5], shift=of_grads, gap=gap)
             self.check(k, rows, push, before=before, shift=shift)
 
-    @pytest.mark.parametrize("rank", range(WORLD_SIZE))
-    @pytest.mark.parametrize("num_programs", [1, 2, 7, 64])
+    @pytest.mark.parametrize(("rank", "num_programs"), some_of(range(WORLD_SIZE), [1, 2, 7, 64]))
     def test_ranks_and_programs(self, k: SimpleNamespace, rows: Any, rank: int, num_programs: int) -> None:
         for numels in ([9001], [9001, 0, 3, 5000, 1, 1, 1]):
             push = Push(numels, FP32, [4500, 0])

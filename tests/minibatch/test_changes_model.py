@@ -301,7 +301,7 @@ def test_a_rank_that_leaves_out_a_change_misleads_nobody(length: int, num_ranks:
 
 
 @pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=pytest.mark.extended if rule == "any" else ()) for rule in sorted(RULES)]
+    "rule", [pytest.param(rule, marks=pytest.mark.extended if rule in ("all", "any") else ()) for rule in sorted(RULES)]
 )
 def test_each_rule_is_needed(rule: str) -> None:
     few = ((search, {"right", "failed"}) for search in with_a_quiet_rank(2, 2))

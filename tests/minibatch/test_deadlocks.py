@@ -265,10 +265,7 @@ def search(monkeypatch: pytest.MonkeyPatch, mode: str, queues: int, number: int,
 @pytest.mark.parametrize(
     ("mode", "queues"),
     [
-        # Daemons of one host have the fewest and the most.
-        pytest.param(
-            mode, queues, marks=() if queues == 1 or (mode, queues) == ("daemon", 32) else pytest.mark.extended
-        )
+        pytest.param(mode, queues, marks=() if queues == 1 else pytest.mark.extended)
         for mode in ("daemon", "direct", "hosts")
         for queues in QUEUES
     ],

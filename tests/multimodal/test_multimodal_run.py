@@ -109,7 +109,7 @@ def compare_by(rank: int, world_size: int, mover: InStep | OnDemand, chosen: lis
     return counts
 
 
-@pytest.mark.parametrize("kind", ["in step", "on demand"])
+@pytest.mark.parametrize("kind", [pytest.param("in step", marks=pytest.mark.extended), "on demand"])
 @pytest.mark.parametrize("world_size", [1, 4, pytest.param(2, marks=pytest.mark.extended)])
 def test_losses_and_gradients_are_those_of_one_process(world_size: int, kind: str) -> None:
     assert all(runs > 0 and items > 0 for runs, items in run_ranks(world_size, compare, kind))

@@ -106,6 +106,7 @@ def test_an_exception_reaches_other_hosts_with_its_text() -> None:
         assert result.seconds - results[1].seconds < NOTICE_S
 
 
+@pytest.mark.extended
 def test_a_rank_of_another_host_stopped_for_a_while_changes_nothing(tmp_path: Path) -> None:
     steps, started, stopped = 20, tmp_path / "started", tmp_path / "stopped"
     env = {**PATIENT, "ODC_FAULT": "point=gather.before,do=delay:0.002"}
