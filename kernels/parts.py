@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import operator
 from array import array
 from collections.abc import Iterable, Sequence
@@ -107,10 +108,12 @@ def _move_parts(
     words = rows.to(tl.int64).to(tl.pointer_type(tl.int64))
     ends = _ends_of_rows(words, num_rows, BLOCK * SIZE, ROWS)
     num_blocks = tl.max(ends, 0)
-    block = tl.program_id(0)
-    owner = rank
+    # Neighbouring programs begin with different owners, so that at any moment a launch is with all of them. Ranks that
+    # are out of step would else meet at one owner, whose link they would share, while others are idle.
+    first = tl.program_id(0) % num_steps
+    owner = tl.where(rank + first < world_size, rank + first, rank + first - world_size)
+    block = (tl.program_id(0) + tl.num_programs(0) - first * num_blocks % tl.num_programs(0)) % tl.num_programs(0)
     step = 0
-    # All programs are with the same owner, then with the next: what the ranks do is in step if the ranks are.
     while step < num_steps:
         owner = tl.where(owner + 1 < world_size, owner + 1, 0)
         buffer = tl.load(table + owner) + offset
@@ -139,8 +142,11 @@ def _move_parts(
                         tl.store(place + start + lanes, tl.full([BLOCK], 0, WORD), mask=lacking)
                 start += tl.num_programs(0).to(tl.int64) * BLOCK
                 block += tl.num_programs(0)
-        block -= num_blocks  # the blocks of all rows of all owners are dealt out in turn
         step += 1
+        is_around = first + step == num_steps
+        owner = tl.where(is_around, rank, owner)
+        # The blocks of all rows of all owners are dealt out in turn.
+        block = tl.where(is_around, tl.program_id(0), block - num_blocks)
 
 
 # Nothing is specialized: see [Note: No argument is specialized] in launching.py.
@@ -229,45 +235,40 @@ def _bits(numbers: Iterable[int]) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout_of_gather(totals: tuple[int, ...], world_size: int, itemsize: int) -> _Layout:
-    """Slices back to back, of parameters of so many elements."""
-    numels, offsets, low = [], [], 0
-    for number, total in enumerate(totals):
-        if total % world_size:
-            raise ValueError(
-                f"outs[{number}] has {total} elements, expected a multiple of the world size {world_size}: "
-                f"one row per owner"
-            )
-        numels.append(total // world_size)
-        offsets.append(low * itemsize)
-        low += numels[-1]
-    return _layout(offsets, numels, totals, itemsize)
-
-
-@functools.lru_cache(maxsize=4096)
-def _layout_of_push(
-    offsets: tuple[int, ...],
-    numels: tuple[int, ...],
+def _layout(
+    name: str,
+    offsets: tuple[int, ...] | None,
+    numels: tuple[int, ...] | None,
     totals: tuple[int, ...],
     world_size: int,
     itemsize: int,
     target_itemsize: int,
 ) -> _Layout:
-    """Slices at byte ``offsets`` of the owners' buffers, of gradients of ``totals`` elements."""
+    """Slices of ``numels`` at byte ``offsets`` of the owners' buffers, of parameters of ``totals`` elements. Without
+    ``numels`` these are whole rows, without ``offsets`` slices lie back to back."""
+    if numels is None:
+        for number, total in enumerate(totals):
+            if total % world_size:
+                raise ValueError(
+                    f"{name}[{number}] has {total} elements, expected a multiple of the world size {world_size}: one "
+                    "row per owner"
+                )
+        numels = tuple(total // world_size for total in totals)
+    if offsets is None:
+        offsets = tuple(itertools.accumulate([numel * itemsize for numel in numels[:-1]], initial=0))
+    if not len(totals) == len(offsets) == len(numels):
+        raise ValueError(
+            f"{len(totals)} {name}, {len(offsets)} offsets, {len(numels)} numels, expected as many of each"
+        )
+    words = array("q")
     for number, (offset, numel, total) in enumerate(zip(offsets, numels, totals, strict=True)):
         if numel < 0 or total > world_size * numel:
             raise ValueError(
-                f"grads[{number}] has {total} elements, expected at most {world_size * numel}: one row of {numel} per "
+                f"{name}[{number}] has {total} elements, expected at most {world_size * numel}: one row of {numel} per "
                 f"owner"
             )
         if offset < 0 or offset % target_itemsize:
             raise ValueError(f"offset {number} is {offset} bytes, expected a multiple of {target_itemsize}, 0 or more")
-    return _layout(offsets, numels, totals, itemsize)
-
-
-def _layout(offsets: Sequence[int], numels: Sequence[int], totals: Sequence[int], itemsize: int) -> _Layout:
-    words = array("q")
-    for offset, numel, total in zip(offsets, numels, totals, strict=True):
         words.extend((0, offset, numel * itemsize, total * itemsize))
     small = max(itemsize // _LARGEST_WORD, 1)  # words per element
     num_blocks = sum(blocks(numel * small) for numel in numels)
@@ -301,12 +302,29 @@ def _check_parts(
     return dtype
 
 
-def _check_buffers(table: PeerTable, offset_bytes: int, itemsize: int) -> None:
-    if offset_bytes < 0 or (table.address_bits | offset_bytes) % itemsize:
+def _check(
+    name: str,
+    table: PeerTable,
+    tensors: Sequence[torch.Tensor],
+    offsets: Sequence[int] | None,
+    numels: Sequence[int] | None,
+    rank: int,
+    offset_bytes: int,
+    dtypes: Sequence[torch.dtype],
+    target: torch.dtype | None = None,
+    num_programs: int = 1,
+) -> tuple[torch.dtype, _Layout]:
+    """The dtype, and what is known without addresses. ``target``: dtype at the owners, if another."""
+    dtype = _check_parts(name, tensors, dtypes, table, rank, num_programs)
+    size, totals = (target or dtype).itemsize, tuple(map(torch.Tensor.numel, tensors))
+    which = (None if offsets is None else tuple(offsets), None if numels is None else tuple(numels))
+    layout = _layout(name, *which, totals, table.world_size, dtype.itemsize, size)
+    if offset_bytes < 0 or (table.address_bits | offset_bytes) % size:
         raise ValueError(
             f"byte {offset_bytes} of buffers at {', '.join(map(hex, table.addresses))}, expected all to be multiples "
-            f"of {itemsize}, and 0 or more"
+            f"of {size}, and 0 or more"
         )
+    return dtype, layout
 
 
 _LARGEST_WORD = torch.int32.itemsize
@@ -359,18 +377,19 @@ def gather_parts(
     rows: PartRows,
     outs: Sequence[torch.Tensor],
     table: PeerTable,
+    offsets: Sequence[int] | None = None,
     *,
     rank: int,
     offset_bytes: int = 0,
     own_in_place: bool = False,
     num_programs: int = REMOTE_PROGRAMS,
 ) -> None:
-    """Row r of ``outs[i]`` = slice i of rank r's buffer, for every r and i; slices lie back to back from byte
-    ``offset_bytes`` on.
+    """Row r of ``outs[i]`` = slice i of rank r's buffer, for every r and i; slices lie at byte ``offset_bytes +
+    offsets[i]``, without ``offsets`` back to back from ``offset_bytes`` on.
 
     ``outs``: up to 256 dense tensors of one dtype (bf16, fp16, fp32 or fp64), each of ``world_size`` rows; ``table``
-    holds buffers of the same dtype. Bytes are copied as they are. Owners are visited from ``rank + 1`` on, the own rank
-    last; with ``own_in_place`` its rows are there already, and are left as they are. The outputs must not overlap,
+    holds buffers of the same dtype. Bytes are copied as they are. Neighbouring programs begin with different owners;
+    with ``own_in_place`` the own rank's rows are there already, and are left as they are. The outputs must not overlap,
     which is not checked.
 
     On return the kernel is enqueued on the current stream; ``outs`` are complete for what is enqueued there next.
@@ -381,9 +400,7 @@ def gather_parts(
 
     Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned buffers, and launches nothing then.
     """
-    dtype = _check_parts("outs", outs, FLOATS, table, rank, num_programs)
-    layout = _layout_of_gather(tuple(map(torch.Tensor.numel, outs)), table.world_size, dtype.itemsize)
-    _check_buffers(table, offset_bytes, dtype.itemsize)
+    _, layout = _check("outs", table, outs, offsets, None, rank, offset_bytes, FLOATS, num_programs=num_programs)
     addresses = list(map(torch.Tensor.data_ptr, outs))
     words = _words(_bits(addresses) | layout.lengths | layout.offsets | table.address_bits | offset_bytes)
     steps = table.world_size - own_in_place
@@ -391,7 +408,13 @@ def gather_parts(
 
 
 def gather_parts_reference(
-    outs: Sequence[torch.Tensor], table: PeerTable, *, rank: int, offset_bytes: int = 0, own_in_place: bool = False
+    outs: Sequence[torch.Tensor],
+    table: PeerTable,
+    offsets: Sequence[int] | None = None,
+    *,
+    rank: int,
+    offset_bytes: int = 0,
+    own_in_place: bool = False,
 ) -> None:
     """`gather_parts` in plain torch on host memory; complete on return.
 
@@ -401,37 +424,13 @@ def gather_parts_reference(
     >>> outs
     [tensor([1., 4.]), tensor([2., 3., 5., 6.])]
     """
-    dtype = _check_parts("outs", outs, FLOATS, table, rank)
-    layout = _layout_of_gather(tuple(map(torch.Tensor.numel, outs)), table.world_size, dtype.itemsize)
-    _check_buffers(table, offset_bytes, dtype.itemsize)
+    dtype, layout = _check("outs", table, outs, offsets, None, rank, offset_bytes, FLOATS)
     for owner in rotated(rank, table.world_size)[: table.world_size - own_in_place]:
         for number, out in enumerate(outs):
             if out.numel():
                 low = offset_bytes + layout.rows[number * COLUMNS + 1]
                 row = out.view(table.world_size, -1)[owner]
                 row.copy_(table.host_view(owner, low, row.numel(), dtype))
-
-
-def _check_push(
-    table: PeerTable,
-    grads: Sequence[torch.Tensor],
-    offsets: Sequence[int],
-    numels: Sequence[int],
-    rank: int,
-    offset_bytes: int,
-    dtypes: Sequence[torch.dtype],
-    target: torch.dtype | None = None,
-    num_programs: int = 1,
-) -> tuple[torch.dtype, _Layout]:
-    """The gradients' dtype, and what is known without their addresses. ``target``: dtype at the owners, if another."""
-    dtype = _check_parts("grads", grads, dtypes, table, rank, num_programs)
-    if not len(grads) == len(offsets) == len(numels):
-        raise ValueError(f"{len(grads)} grads, {len(offsets)} offsets, {len(numels)} numels, expected as many of each")
-    size = (target or dtype).itemsize
-    totals = tuple(map(torch.Tensor.numel, grads))
-    layout = _layout_of_push(tuple(offsets), tuple(numels), totals, table.world_size, dtype.itemsize, size)
-    _check_buffers(table, offset_bytes, size)
-    return dtype, layout
 
 
 def scatter_accumulate_parts(
@@ -450,7 +449,7 @@ def scatter_accumulate_parts(
 
     ``grads``: up to 256 dense tensors of one dtype (bf16, fp16 or fp32); row r of ``grads[i]`` begins at element ``r *
     numels[i]`` and has as many, or fewer where the memory ends: nothing is read behind it. ``table`` holds the ranks'
-    buffers. Owners are visited from ``rank + 1`` on, the own rank last. The own sums are added to by atomics as well,
+    buffers. Neighbouring programs begin with different owners. The own sums are added to by atomics as well,
     because the peers add to them at the same time. Concurrent clients' additions arrive in any order, so the last bits
     of a sum differ from run to run; where that matters, push into slots and let the owner `accumulate_slots`. Atomics
     flush subnormal numbers (below 1.2e-38) to zero. The sums must not overlap, which is not checked.
@@ -464,8 +463,8 @@ def scatter_accumulate_parts(
 
     Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned places, and launches nothing then.
     """
-    dtype, layout = _check_push(
-        table, grads, offsets, numels, rank, offset_bytes, GRADIENTS, torch.float32, num_programs
+    dtype, layout = _check(
+        "grads", table, grads, offsets, numels, rank, offset_bytes, GRADIENTS, torch.float32, num_programs
     )
     addresses = list(map(torch.Tensor.data_ptr, grads))
     elements = vector(
@@ -493,7 +492,7 @@ def scatter_accumulate_parts_reference(
     >>> sums
     [tensor([1., 3., 4.]), tensor([2., 5., 0.])]
     """
-    _check_push(table, grads, offsets, numels, rank, offset_bytes, GRADIENTS, torch.float32)
+    _check("grads", table, grads, offsets, numels, rank, offset_bytes, GRADIENTS, torch.float32)
     for owner in rotated(rank, table.world_size):
         for grad, offset, numel in zip(grads, offsets, numels, strict=True):
             row = grad.view(-1)[owner * numel : (owner + 1) * numel]
@@ -517,7 +516,7 @@ def scatter_parts(
 
     ``grads``: up to 256 dense tensors of one dtype (bf16, fp16, fp32 or fp64); row r of ``grads[i]`` begins at element
     ``r * numels[i]`` and has as many, or fewer where the memory ends: the others are zeros at the owner. ``table``
-    holds buffers of bytes. Owners are visited from ``rank + 1`` on, the own rank last. The places must not overlap,
+    holds buffers of bytes. Neighbouring programs begin with different owners. The places must not overlap,
     which is not checked.
 
     On return the kernel is enqueued on the current stream; what is enqueued there next finds all rows at the owners,
@@ -529,7 +528,7 @@ def scatter_parts(
 
     Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned places, and launches nothing then.
     """
-    _, layout = _check_push(table, grads, offsets, numels, rank, offset_bytes, FLOATS, num_programs=num_programs)
+    _, layout = _check("grads", table, grads, offsets, numels, rank, offset_bytes, FLOATS, num_programs=num_programs)
     addresses = list(map(torch.Tensor.data_ptr, grads))
     places = _bits(addresses) | layout.lengths | layout.offsets | table.address_bits | offset_bytes
     words = _words(places | layout.totals % _LARGEST_WORD)  # a gradient may end anywhere, but not in a word
@@ -554,7 +553,7 @@ def scatter_parts_reference(
     >>> slots
     [tensor([1., 3., 4.]), tensor([2., 5., 0.])]
     """
-    dtype, _ = _check_push(table, grads, offsets, numels, rank, offset_bytes, FLOATS)
+    dtype, _ = _check("grads", table, grads, offsets, numels, rank, offset_bytes, FLOATS)
     for owner in rotated(rank, table.world_size):
         for grad, offset, numel in zip(grads, offsets, numels, strict=True):
             row = grad.view(-1)[owner * numel : (owner + 1) * numel]

@@ -345,7 +345,7 @@ class Patience:
         self._job = job
         self._timeout_s = timeout_s
         self._started = self._last_look = time.monotonic()
-        self._seen: dict[int, tuple[Heartbeats, float]] = {}
+        self._seen: dict[int, tuple[Heartbeats, float, float]] = {}  # since when it is silent, and has had no beat
         self._circles: dict[int, tuple[list[int], float, int]] = {}
         self._runs = False
         """Whether the process of the last rank looked at beats: it is not stopped, but waits."""
@@ -397,8 +397,10 @@ class Patience:
         return all(peer.waiting_on is not None for peer in peers if peer.state is PeerState.ALIVE)
 
     def describe_silence(self, rank: int, silence_s: float) -> str:
-        """What to say of a rank that is alive and gives no sign of life."""
-        if (self._job.peer(rank).waiting_on or 0) >= IN_COLLECTIVE:
+        """What to say of a rank that is alive and gives no sign of life. One that has stopped in a collective waits for
+        nobody."""
+        has_beaten = self.silence_s(rank, heartbeat=True) < limits.STATUS_LAG_S
+        if has_beaten and (self._job.peer(rank).waiting_on or 0) >= IN_COLLECTIVE:
             return f"has waited for {silence_s:.1f} s in a collective of the script, to which another rank has to come"
         return f"is alive but silent for {silence_s:.1f} s"
 
@@ -412,17 +414,19 @@ class Patience:
         absence_s = now - self._last_look
         self._last_look = now
         if absence_s > limits.ABSENCE_S:
-            self._seen = {rank: (signs, since + absence_s) for rank, (signs, since) in self._seen.items()}
+            self._seen = {
+                rank: (signs, since + absence_s, beaten + absence_s)
+                for rank, (signs, since, beaten) in self._seen.items()
+            }
             self._circles.clear()
 
     def silence_s(self, rank: int, heartbeat: bool = False) -> float:
         """Since when ``rank`` has made no progress, nor looked if it waits; or has not even had a ``heartbeat``."""
         now, signs = time.monotonic(), self._job.peer(rank).heartbeats
-        before, since = self._seen.get(rank, (signs, now))
-        if before[:2] != signs[:2] or (heartbeat and before != signs):
-            since = now
-        self._seen[rank] = (signs, since)
-        return now - since
+        before, since, beaten = self._seen.get(rank, (signs, now, now))
+        since, beaten = now if before[:2] != signs[:2] else since, now if before != signs else beaten
+        self._seen[rank] = (signs, since, beaten)
+        return now - (beaten if heartbeat else since)
 
     def _follow(self, rank: int) -> tuple[list[int], bool]:
         """``rank``, whom it waits for, and so on, as far as they are seen from here; and whether that is a circle."""

@@ -6,7 +6,9 @@ No GPU. What this shows and what it cannot: see test_kernels_interpreted.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +86,8 @@ class TestGather:
         table = k.peers.PeerTable.of(shards)
         words = {"rank": rank, "offset_bytes": before * dtype.itemsize, "own_in_place": own_in_place}
         k.parts.gather_parts(rows, [o.view for o in outs], table, **words, **how)
-        k.parts.gather_parts_reference([t.view for t in twins], table, **words)
+        offsets = itertools.accumulate((numel * dtype.itemsize for numel in numels[:-1]), initial=0)
+        k.parts.gather_parts_reference([t.view for t in twins], table, list(offsets), **words)
         if own_in_place:
             shards[rank].fill_(POISON)
         low = before
@@ -171,7 +174,37 @@ MISSING: dict[str, list[int]] = {
 SHORT = [[4097], [ALIGNED, 4096, 8200], [5, 4099, 0, 1, 9001]]
 
 
-class TestScatterAccumulate:
+class Pushes:
+    """What both kinds of pushes are tested with; ``check`` compares one with its twin, and with what is expected."""
+
+    check: Callable[..., None]
+
+    @pytest.mark.parametrize(("numels", "dtype"), some_of([*SLICES.values()], [BF16, FP16, FP32]), ids=str)
+    def test_slices(self, k: SimpleNamespace, rows: Any, numels: list[int], dtype: torch.dtype) -> None:
+        self.check(k, rows, Push(numels, dtype))
+
+    @pytest.mark.parametrize(("numels", "missing", "dtype"), some_of(SHORT, [*MISSING.values()], [BF16, FP32]), ids=str)
+    def test_short_rows(
+        self, k: SimpleNamespace, rows: Any, numels: list[int], missing: list[int], dtype: torch.dtype
+    ) -> None:
+        self.check(k, rows, Push(numels, dtype, missing))
+
+    @pytest.mark.parametrize(
+        ("before", "shift", "of_grads", "gap"), [(8, 0, 0, 8), (4, 0, 0, 4), (1, 0, 0, 0), (0, 1, 0, 3), (0, 0, 2, 2)]
+    )
+    def test_places(self, k: SimpleNamespace, rows: Any, before: int, shift: int, of_grads: int, gap: int) -> None:
+        for numels in ([4104], [ALIGNED, 4096, 8]):
+            push = Push(numels, BF16, [5], shift=of_grads, gap=gap)
+            self.check(k, rows, push, before=before, shift=shift)
+
+    @pytest.mark.parametrize(("rank", "num_programs"), some_of(range(WORLD_SIZE), [1, 2, 7, 64]))
+    def test_ranks_and_programs(self, k: SimpleNamespace, rows: Any, rank: int, num_programs: int) -> None:
+        for numels in ([9001], [9001, 0, 3, 5000, 1, 1, 1]):
+            push = Push(numels, FP32, [4500, 0])
+            self.check(k, rows, push, rank=rank, num_programs=num_programs)
+
+
+class TestScatterAccumulate(Pushes):
     def check(
         self, k: SimpleNamespace, rows: Any, push: Push, *, rank: int = 1, before: int = 0, shift: int = 0, **how: Any
     ) -> None:
@@ -192,30 +225,6 @@ class TestScatterAccumulate:
                 total[before + start : before + start + numel] += push.row(owner, i).float()
             found[owner].expect(total)
             twins[owner].expect(total)
-
-    @pytest.mark.parametrize(("numels", "dtype"), some_of([*SLICES.values()], [BF16, FP16, FP32]), ids=str)
-    def test_slices(self, k: SimpleNamespace, rows: Any, numels: list[int], dtype: torch.dtype) -> None:
-        self.check(k, rows, Push(numels, dtype))
-
-    @pytest.mark.parametrize(("numels", "missing", "dtype"), some_of(SHORT, [*MISSING.values()], [BF16, FP32]), ids=str)
-    def test_short_rows(
-        self, k: SimpleNamespace, rows: Any, numels: list[int], missing: list[int], dtype: torch.dtype
-    ) -> None:
-        self.check(k, rows, Push(numels, dtype, missing))
-
-    @pytest.mark.parametrize(
-        ("before", "shift", "of_grads", "gap"), [(4, 0, 0, 4), (1, 0, 0, 0), (0, 1, 0, 3), (0, 0, 2, 0)]
-    )
-    def test_places(self, k: SimpleNamespace, rows: Any, before: int, shift: int, of_grads: int, gap: int) -> None:
-        for numels in ([4104], [ALIGNED, 4096, 8]):
-            push = Push(numels, BF16, [5], shift=of_grads, gap=gap)
-            self.check(k, rows, push, before=before, shift=shift)
-
-    @pytest.mark.parametrize(("rank", "num_programs"), some_of(range(WORLD_SIZE), [1, 2, 7, 64]))
-    def test_ranks_and_programs(self, k: SimpleNamespace, rows: Any, rank: int, num_programs: int) -> None:
-        for numels in ([9001], [9001, 0, 3, 5000, 1, 1, 1]):
-            push = Push(numels, FP32, [4500, 0])
-            self.check(k, rows, push, rank=rank, num_programs=num_programs)
 
     def test_all_clients_add(self, k: SimpleNamespace, rows: Any) -> None:
         sums = [torch.zeros(4097 + 5) for _ in range(WORLD_SIZE)]
@@ -239,7 +248,7 @@ class TestScatterAccumulate:
             assert torch.equal(far.view(20 * GIB + NUMEL * 4 - 32, 8, FP32), values.float())
 
 
-class TestScatter:
+class TestScatter(Pushes):
     def check(
         self, k: SimpleNamespace, rows: Any, push: Push, *, rank: int = 1, before: int = 0, shift: int = 0, **how: Any
     ) -> None:
@@ -260,29 +269,9 @@ class TestScatter:
             found[owner].expect(wanted)
             twins[owner].expect(wanted)
 
-    @pytest.mark.parametrize(("numels", "dtype"), some_of([*SLICES.values()], FLOATS), ids=str)
-    def test_slices(self, k: SimpleNamespace, rows: Any, numels: list[int], dtype: torch.dtype) -> None:
-        self.check(k, rows, Push(numels, dtype))
-
-    @pytest.mark.parametrize(("numels", "missing", "dtype"), some_of(SHORT, [*MISSING.values()], FLOATS), ids=str)
-    def test_short_rows_end_in_zeros(
-        self, k: SimpleNamespace, rows: Any, numels: list[int], missing: list[int], dtype: torch.dtype
-    ) -> None:
-        self.check(k, rows, Push(numels, dtype, missing))
-
-    @pytest.mark.parametrize(
-        ("before", "shift", "of_grads", "gap"), [(8, 0, 0, 8), (1, 0, 0, 0), (0, 1, 0, 3), (0, 0, 2, 2)]
-    )
-    def test_places(self, k: SimpleNamespace, rows: Any, before: int, shift: int, of_grads: int, gap: int) -> None:
-        for numels in ([4104], [ALIGNED, 4096, 8]):
-            push = Push(numels, BF16, [5], shift=of_grads, gap=gap)
-            self.check(k, rows, push, before=before, shift=shift)
-
-    @pytest.mark.parametrize(("rank", "num_programs"), some_of(range(WORLD_SIZE), [1, 2, 7, 64]))
-    def test_ranks_and_programs(self, k: SimpleNamespace, rows: Any, rank: int, num_programs: int) -> None:
-        for numels in ([9001], [9001, 0, 3, 5000, 1, 1, 1]):
-            push = Push(numels, FP32, [4500, 0])
-            self.check(k, rows, push, rank=rank, num_programs=num_programs)
+    @pytest.mark.parametrize("missing", MISSING.values(), ids=str)
+    def test_bytes_of_any_dtype(self, k: SimpleNamespace, rows: Any, missing: list[int]) -> None:
+        self.check(k, rows, Push(SHORT[1], torch.float64, missing))
 
     def test_far(self, k: SimpleNamespace) -> None:
         """The row of rank 1 begins and ends beyond 2**31 elements; so does its place. It lacks the last four."""
@@ -316,3 +305,22 @@ class TestOrder:
                     push(rows, table, [ones], [0], [5], rank=rank, num_programs=1)
             for found in (out, slots, sums):
                 assert found.sum(1).tolist() == [5.0 * (other == owner) for other in range(4)]
+
+    @pytest.mark.parametrize("num_programs", [3, 4, 6])
+    def test_neighbouring_programs_are_with_different_owners(
+        self, k: SimpleNamespace, rows: Any, num_programs: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """At their beginning, and when all have moved as many blocks; so in any step that is not the last."""
+        shards, out = list(torch.zeros(4, 12 * 4096)), torch.zeros(4 * 12 * 4096)
+        first, length = shards[0].data_ptr(), shards[0].nbytes
+        visited: list[int] = []
+        monkeypatch.setattr(k.parts, "move_block", lambda out, place, *how: visited.append(place))
+        table, owners = k.peers.PeerTable.of(shards), []
+        for program in range(num_programs):
+            visited.clear()
+            with only_program(program, num_programs):
+                k.parts.gather_parts(rows, [out], table, rank=1, num_programs=1)
+            owners.append([(int(place.handle.data.item()) - first) // length for place in visited])
+        assert sorted(owner for of_program in owners for owner in of_program) == sorted([*range(4)] * 12)
+        for at_once in itertools.islice(zip(*owners, strict=False), 12 // num_programs):
+            assert max(Counter(at_once).values()) == -(-num_programs // 4)

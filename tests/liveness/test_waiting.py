@@ -101,6 +101,16 @@ def test_who_is_stopped_while_it_waits_is_to_blame(stopped: int, ranks: Ranks) -
     assert "silent" in found[2]
 
 
+@pytest.mark.parametrize(
+    ("stopped", "fault"), [({1}, "alive but silent"), (set(), "has waited for 13.0 s in a collective")]
+)
+def test_a_rank_that_is_stopped_in_a_collective_waits_for_nobody(stopped: set[int], fault: str, ranks: Ranks) -> None:
+    ranks.seen[1].waits_for, ranks.stopped = IN_COLLECTIVE, stopped
+    found = ranks.blame_within(patience_of(ranks), 1, 30)
+    assert found is not None
+    assert fault in found[2]
+
+
 def test_who_waits_for_a_rank_that_is_not_seen_from_here_is_left_to_judge_it(ranks: Ranks) -> None:
     ranks.seen[1].waits_for = 77
     assert ranks.blame_within(patience_of(ranks), 1, 100) is None

@@ -126,6 +126,7 @@ _SIMPLE: dict[str, str] = {
     rf"(?:add|sub)\.(?:{_INT}|{_FLOAT})": "{a} {op} {b}",
     rf"mul\.lo\.{_INT}": "{a} * {b}",
     rf"mad\.lo\.{_INT}": "{a} * {b} + {c}",
+    rf"rem\.{_INT}": "{a} % {b}",
     r"(?:and|or|xor)\.(?:b16|b32|b64|pred)": "{a} {op} {b}",
     r"not\.(?:b16|b32|b64)": "~{a}",
     r"not\.pred": "!{a}",

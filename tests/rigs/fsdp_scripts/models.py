@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -100,29 +100,12 @@ def units_without_a_root(run: Run) -> None:
             use_up(optimizer)
 
 
-def policy_and_reference(run: Run) -> None:
-    """A trained policy and a frozen reference that is patched too."""
+def _steps_beside_a_reference(run: Run, *, is_patched: bool = True) -> Iterator[tuple[nn.Module, Any]]:
+    """The policy that is trained, behind each of its steps, and the frozen model, which ``is_patched`` too."""
     policy, reference = run.net(), run.net()
     reference.requires_grad_(False).eval()
-    run.patch(policy)
-    run.patch(reference)
-    optimizer = optimizer_of(policy)
-    for step in range(STEPS):
-        data = tokens(step, run.rank, 0)
-        with torch.no_grad():
-            expected = reference(data)
-        logits = policy(data)
-        (nn.functional.mse_loss(logits, 0.5 * expected, reduction="sum") * 0.01).backward()
-        clip_grad_norm_(policy.parameters(), 0.5)
-        use_up(optimizer)
-
-
-def following_reference(run: Run) -> None:
-    """A frozen model that follows the trained one: moved towards it in place, or given its values. It says so."""
-    policy, reference = run.net(), run.net()
-    reference.requires_grad_(False).eval()
-    run.patch(policy)
-    run.patch(reference)
+    for model in (policy, reference)[: 1 + is_patched]:
+        run.patch(model)
     optimizer = optimizer_of(policy)
     for step in range(STEPS):
         data = tokens(step, run.rank, 0)
@@ -131,6 +114,17 @@ def following_reference(run: Run) -> None:
         (nn.functional.mse_loss(policy(data), 0.5 * expected, reduction="sum") * 0.01).backward()
         clip_grad_norm_(policy.parameters(), 0.5)
         use_up(optimizer)
+        yield policy, reference
+
+
+def policy_and_reference(run: Run) -> None:
+    for _ in _steps_beside_a_reference(run):
+        continue
+
+
+def following_reference(run: Run) -> None:
+    """A frozen model that follows the trained one: moved towards it in place, or given its values. It says so."""
+    for step, (policy, reference) in enumerate(_steps_beside_a_reference(run)):
         reference.reshard()  # FSDP2 leaves a root gathered behind its forward
         with torch.no_grad():
             for theirs, ours in zip(reference.parameters(), policy.parameters(), strict=True):
@@ -143,17 +137,9 @@ def following_reference(run: Run) -> None:
 
 
 def reference_stays_plain(run: Run) -> None:
-    """As above, and the reference keeps FSDP's collectives."""
-    policy, reference = run.net(), run.net()
-    reference.requires_grad_(False)
-    run.patch(policy)
-    optimizer = optimizer_of(policy)
-    for step in range(STEPS):
-        data = tokens(step, run.rank, 0)
-        with torch.no_grad():
-            expected = reference(data)
-        (nn.functional.mse_loss(policy(data), 0.5 * expected, reduction="sum") * 0.01).backward()
-        use_up(optimizer)
+    """It keeps FSDP's collectives."""
+    for _ in _steps_beside_a_reference(run, is_patched=False):
+        continue
 
 
 def two_trained_models(run: Run) -> None:
