@@ -50,7 +50,8 @@ def run_cases(
     for world_size in sorted({case.world_size for case in cases.values()}):
         left = {number: case for number, case in cases.items() if case.world_size == world_size}
         while left:
-            for outcome in _run_on_one_group(world_size, left, prepare, log):
+            # Of new ranks soon: torch keeps the process groups of every mesh, with three threads of gloo each.
+            for outcome in _run_on_one_group(world_size, dict(list(left.items())[:30]), prepare, log):
                 outcomes[outcome.number] = outcome
                 del left[outcome.number]
                 on_outcome(outcome)
