@@ -49,7 +49,7 @@ def page() -> str:
         ("What is done with gradients, and when", fsdp2.LOOPS, of_gradients),
         ("Models, and when their units are gathered and pushed", fsdp2.MODELS | fsdp2.COMPILED, {}),
         ("Weights that change between steps", changing.CASES, changing.FSDP1_CASES),
-        ("Replicas (HSDP), four ranks that pose as two hosts", fsdp2.HYBRID, {}),
+        ("Replicas (HSDP), four ranks that pose as two hosts", {**fsdp2.HYBRID, **fsdp2.FURTHER_HYBRID}, {}),
     ]
     number = sum(len(ours) + len(theirs) for _, ours, theirs in groups) + len(fsdp1.PAIRS)
     parts = [_HEAD.format(number=number)]

@@ -718,7 +718,7 @@ MUTANTS = (
         "The gather begins with its own rank, so that with own_in_place the row of the last one is not read. On a GPU each rank computes with old parameters of its neighbour.",
         ("tests/kernels/test_kernels_parts.py::TestGather::test_own_row_in_place",),
         "kernels/parts.py",
-        (("owner = rank", "owner = rank - 1"),),
+        (("rank + first, rank + first - world_size)", "rank + first, rank + first - world_size) - 1"),),
     ),
     Mutant(
         "launch-microbatches-without-a-push-are-forgotten",

@@ -153,6 +153,7 @@ def test_rms_error_by_hand() -> None:
     assert rms_error(simulated, "LongAlign", "7B") == pytest.approx((25 / 2) ** 0.5)
 
 
+@pytest.mark.extended
 def test_the_command_line_writes_all_cells(tmp_path: Path) -> None:
     """Those of AIME, and they are close to the paper: a tenth of the samples, so with a wider limit than its own."""
     path = tmp_path / "new" / "tables.json"

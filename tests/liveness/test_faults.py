@@ -181,6 +181,7 @@ def test_a_failing_daemon_stops_its_rank_and_the_others() -> None:
 # Stopped ranks: fault tests 4, 5, 17
 
 
+@pytest.mark.extended  # every run has others stopped: test_faults_signals.py, and trials of chaos
 def test_a_rank_stopped_for_a_while_changes_nothing(tmp_path: Path) -> None:
     """Fault test 4: SIGSTOP 3 s, then SIGCONT, with a limit of 20 s."""
     steps, started, stopped = 40, tmp_path / "started", tmp_path / "stopped"
