@@ -153,9 +153,12 @@ def train(case: Case, mesh: DeviceMesh, *, patch: bool) -> Run:
 
     # FSDP2 leaves the root whole after an evaluation, and gradients out of reach of who clears model.parameters(). ODC
     # finds them, but for who sets None by hand; and were that one rank only, plain FSDP, where all evaluate, is no
-    # measure.
-    is_by_module = (case.clearing == "model" and not patch) or (case.clearing == "hand" and case.evaluated_by == "one")
-    is_forgotten = case.fsdp == "fsdp2" and case.evaluation == "uncleared" and is_by_module
+    # measure. Where the script uses gradients by hand ODC finds these as well.
+    is_out_of_reach = {
+        "model": not patch,
+        "hand": case.evaluated_by == "one" or (not patch and case.gradients in ("scaled", "logged")),
+    }
+    is_forgotten = case.fsdp == "fsdp2" and case.evaluation == "uncleared" and is_out_of_reach.get(case.clearing, False)
     # Plain FSDP1 computes with old parameters where an evaluation has left a unit whole and no backward came by before
     # the step: in SHARD_GRAD_OP it is not gathered again.
     is_stale = not patch and case.fsdp != "fsdp2" and case.reshard == "no" and case.unused == "odd-steps"
