@@ -381,8 +381,11 @@ class Rendezvous(ABC):
 
     def close(self) -> None:
         """What set-up has left. Local, idempotent."""
-        connections, self.sockets = self.sockets, {}
-        run_all([self._close_door, *(connection.close for connection in connections.values())])
+        try:
+            self._close_door()  # first: until then somebody may be let in
+        finally:
+            while self.sockets:
+                self.sockets.popitem()[1].close()
 
 
 class TcpRendezvous(Rendezvous):
