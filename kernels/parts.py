@@ -237,7 +237,7 @@ def _bits(numbers: Iterable[int]) -> int:
 @functools.lru_cache(maxsize=4096)
 def _layout(
     name: str,
-    offsets: tuple[int, ...] | None,
+    offsets: tuple[int, ...],
     numels: tuple[int, ...] | None,
     totals: tuple[int, ...],
     world_size: int,
@@ -245,7 +245,7 @@ def _layout(
     target_itemsize: int,
 ) -> _Layout:
     """Slices of ``numels`` at byte ``offsets`` of the owners' buffers, of parameters of ``totals`` elements. Without
-    ``numels`` these are whole rows, without ``offsets`` slices lie back to back."""
+    ``numels`` these are whole rows, and slices lie back to back."""
     if numels is None:
         for number, total in enumerate(totals):
             if total % world_size:
@@ -254,7 +254,6 @@ def _layout(
                     "row per owner"
                 )
         numels = tuple(total // world_size for total in totals)
-    if offsets is None:
         offsets = tuple(itertools.accumulate([numel * itemsize for numel in numels[:-1]], initial=0))
     if not len(totals) == len(offsets) == len(numels):
         raise ValueError(
@@ -306,7 +305,7 @@ def _check(
     name: str,
     table: PeerTable,
     tensors: Sequence[torch.Tensor],
-    offsets: Sequence[int] | None,
+    offsets: Sequence[int],
     numels: Sequence[int] | None,
     rank: int,
     offset_bytes: int,
@@ -317,8 +316,8 @@ def _check(
     """The dtype, and what is known without addresses. ``target``: dtype at the owners, if another."""
     dtype = _check_parts(name, tensors, dtypes, table, rank, num_programs)
     size, totals = (target or dtype).itemsize, tuple(map(torch.Tensor.numel, tensors))
-    which = (None if offsets is None else tuple(offsets), None if numels is None else tuple(numels))
-    layout = _layout(name, *which, totals, table.world_size, dtype.itemsize, size)
+    numels = None if numels is None else tuple(numels)
+    layout = _layout(name, tuple(offsets), numels, totals, table.world_size, dtype.itemsize, size)
     if offset_bytes < 0 or (table.address_bits | offset_bytes) % size:
         raise ValueError(
             f"byte {offset_bytes} of buffers at {', '.join(map(hex, table.addresses))}, expected all to be multiples "
@@ -377,15 +376,14 @@ def gather_parts(
     rows: PartRows,
     outs: Sequence[torch.Tensor],
     table: PeerTable,
-    offsets: Sequence[int] | None = None,
     *,
     rank: int,
     offset_bytes: int = 0,
     own_in_place: bool = False,
     num_programs: int = REMOTE_PROGRAMS,
 ) -> None:
-    """Row r of ``outs[i]`` = slice i of rank r's buffer, for every r and i; slices lie at byte ``offset_bytes +
-    offsets[i]``, without ``offsets`` back to back from ``offset_bytes`` on.
+    """Row r of ``outs[i]`` = slice i of rank r's buffer, for every r and i; slices lie back to back from byte
+    ``offset_bytes`` on.
 
     ``outs``: up to 256 dense tensors of one dtype (bf16, fp16, fp32 or fp64), each of ``world_size`` rows; ``table``
     holds buffers of the same dtype. Bytes are copied as they are. Neighbouring programs begin with different owners;
@@ -400,7 +398,7 @@ def gather_parts(
 
     Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned buffers, and launches nothing then.
     """
-    _, layout = _check("outs", table, outs, offsets, None, rank, offset_bytes, FLOATS, num_programs=num_programs)
+    _, layout = _check("outs", table, outs, (), None, rank, offset_bytes, FLOATS, num_programs=num_programs)
     addresses = list(map(torch.Tensor.data_ptr, outs))
     words = _words(_bits(addresses) | layout.lengths | layout.offsets | table.address_bits | offset_bytes)
     steps = table.world_size - own_in_place
@@ -408,13 +406,7 @@ def gather_parts(
 
 
 def gather_parts_reference(
-    outs: Sequence[torch.Tensor],
-    table: PeerTable,
-    offsets: Sequence[int] | None = None,
-    *,
-    rank: int,
-    offset_bytes: int = 0,
-    own_in_place: bool = False,
+    outs: Sequence[torch.Tensor], table: PeerTable, *, rank: int, offset_bytes: int = 0, own_in_place: bool = False
 ) -> None:
     """`gather_parts` in plain torch on host memory; complete on return.
 
@@ -424,7 +416,7 @@ def gather_parts_reference(
     >>> outs
     [tensor([1., 4.]), tensor([2., 3., 5., 6.])]
     """
-    dtype, layout = _check("outs", table, outs, offsets, None, rank, offset_bytes, FLOATS)
+    dtype, layout = _check("outs", table, outs, (), None, rank, offset_bytes, FLOATS)
     for owner in rotated(rank, table.world_size)[: table.world_size - own_in_place]:
         for number, out in enumerate(outs):
             if out.numel():

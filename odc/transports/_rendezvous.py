@@ -29,6 +29,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from odc import limits
@@ -381,11 +382,8 @@ class Rendezvous(ABC):
 
     def close(self) -> None:
         """What set-up has left. Local, idempotent."""
-        try:
-            self._close_door()  # first: until then somebody may be let in
-        finally:
-            while self.sockets:
-                self.sockets.popitem()[1].close()
+        # Whom to hang up on is asked behind the door's end: until then somebody may be let in.
+        run_all(chain([self._close_door], (connection.close for connection in self.sockets.values())))
 
 
 class TcpRendezvous(Rendezvous):
