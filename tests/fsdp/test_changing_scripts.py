@@ -22,26 +22,13 @@ from training import BOTH, TOLERANCE
 
 from odc.fsdp_patch import guard
 
-NOTICED = (
-    *("sharded teacher, data", "sharded teacher, data of the shard", "averages swapped in, data"),
-    *("averages swapped in, data of the shard", "clamped", "clamped on one rank", "clamped to no effect"),
-    *("adapters merged", "stepped by hand"),
-)
-OTHERS = tuple(name for name in changing.CASES if name not in NOTICED)
-ON_DEVICE = NOTICED[::3]
+ALL = tuple(changing.CASES)
+ON_DEVICE = ("sharded teacher, data", "averages swapped in, data of the shard", "clamped to no effect")
+FURTHER = [pytest.param(name, marks=pytest.mark.extended) for name in ALL if name not in ON_DEVICE]
 OF_HOSTS = (
-    "sharded teacher, in place",
-    "averages swapped in, data of the shard",
-    "clamped on one rank",
-    "stepped by hand",
+    *("sharded teacher, in place", "averages swapped in, data of the shard", "clamped on one rank", "stepped by hand"),
+    *("schedule-free optimizer", "outer steps"),
 )
-FURTHER_OF_HOSTS = ("schedule-free optimizer", "outer steps")
-
-
-def named(names: Sequence[str], others: Sequence[str]) -> pytest.MarkDecorator:
-    """Names of scripts, of which ``others`` are extended."""
-    further = [pytest.param(name, marks=pytest.mark.extended) for name in others]
-    return pytest.mark.parametrize("name", [*names, *further])
 
 
 def read_at_once(flag: torch.Tensor) -> guard.Verdict:
@@ -82,27 +69,27 @@ def check(name: str, names: tuple[str, ...], ways: Sequence[str], on_device: boo
         assert of_rank[name] == dict.fromkeys(ways, 0.0), of_rank[name]
 
 
-@pytest.mark.parametrize("name", changing.CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_what_is_changed_between_steps_is_what_all_ranks_compute_with(name: str) -> None:
-    check(name, NOTICED if name in NOTICED else OTHERS, BOTH[:1])
+    check(name, ALL, BOTH[:1])
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", changing.CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_the_same_in_the_other_way(name: str) -> None:
-    check(name, NOTICED if name in NOTICED else OTHERS, BOTH[1:])
+    check(name, ALL, BOTH[1:])
 
 
-@named(ON_DEVICE, [name for name in changing.CASES if name not in ON_DEVICE])
+@pytest.mark.parametrize("name", [*ON_DEVICE, *FURTHER])
 def test_the_same_where_elements_are_compared_by_a_device(name: str) -> None:
-    check(name, ON_DEVICE if name in ON_DEVICE else tuple(changing.CASES), BOTH[:1], on_device=True)
+    check(name, ON_DEVICE if name in ON_DEVICE else ALL, BOTH[:1], on_device=True)
 
 
 @pytest.mark.extended
-@named(OF_HOSTS, FURTHER_OF_HOSTS)
+@pytest.mark.parametrize("name", OF_HOSTS)
 @pytest.mark.parametrize("sharding", ["full", "hybrid"])
 def test_the_same_over_two_hosts(name: str, sharding: str) -> None:
-    for of_rank in found(4, OF_HOSTS if name in OF_HOSTS else FURTHER_OF_HOSTS, sharding):
+    for of_rank in found(4, OF_HOSTS, sharding):
         (worst,) = of_rank[name].values()
         assert not isinstance(worst, str), worst
         assert worst <= TOLERANCE
