@@ -29,7 +29,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from odc import limits
@@ -382,8 +381,10 @@ class Rendezvous(ABC):
 
     def close(self) -> None:
         """What set-up has left. Local, idempotent."""
-        # Whom to hang up on is asked behind the door's end: until then somebody may be let in.
-        run_all(chain([self._close_door], (connection.close for connection in self.sockets.values())))
+        try:
+            self._close_door()
+        finally:  # until then somebody may be let in
+            run_all([connection.close for connection in self.sockets.values()])
 
 
 class TcpRendezvous(Rendezvous):
