@@ -24,14 +24,17 @@ DTYPES: dict[torch.dtype, Any] = {
 }
 
 NUM_WARPS = 8
-"""256 threads: with 16 elements each a program has 8 to 16 KiB on the way, enough to cover a peer's latency."""
-BLOCK = 4096
+"""Of a program that only touches local memory."""
+WARP_BLOCK = 512
+"""Elements per turn of a warp: 16 of each thread."""
+BLOCK = NUM_WARPS * WARP_BLOCK
 """Elements per turn of a program."""
 LOCAL_PROGRAMS = 1024
 """Programs of a kernel that only touches local memory: enough to fill any GPU, few enough to start in microseconds."""
-REMOTE_PROGRAMS = 64
-"""Programs of a kernel that reads or writes peers: the link is full long before all multiprocessors are taken, and
-those that stay free go on computing."""
+REMOTE_PROGRAMS, REMOTE_WARPS = 16, 32
+"""Of a kernel that reads or writes peers. A link needs bytes under way, here up to 1 MiB, and no multiprocessors; a
+program holds one, since Hopper's matmul kernels take all its registers. So few programs of many warps: those
+multiprocessors that stay free go on computing."""
 
 
 def grid(items: int, limit: int) -> tuple[int]:
@@ -43,12 +46,12 @@ def grid(items: int, limit: int) -> tuple[int]:
     return (max(1, min(items, limit)),)
 
 
-def blocks(numel: int) -> int:
+def blocks(numel: int, block: int = BLOCK) -> int:
     """
-    >>> blocks(4096), blocks(4097)
-    (1, 2)
+    >>> blocks(4096), blocks(4097), blocks(4097, 8192)
+    (1, 2, 1)
     """
-    return -(-numel // BLOCK)
+    return -(-numel // block)
 
 
 # [Note: No argument is specialized]

@@ -26,11 +26,11 @@ import triton.language as tl
 from odc.kernels.aot_entry import AotEntry, alignment, entry
 from odc.kernels.arguments import FLOATS, check_positive, check_rank, check_same_device
 from odc.kernels.launching import (
-    BLOCK,
     DTYPES,
-    NUM_WARPS,
     REMOTE_PROGRAMS,
+    REMOTE_WARPS,
     VECTOR_ATOMICS,
+    WARP_BLOCK,
     blocks,
     device_of,
     grid,
@@ -237,15 +237,16 @@ def _bits(numbers: Iterable[int]) -> int:
 @functools.lru_cache(maxsize=4096)
 def _layout(
     name: str,
-    offsets: tuple[int, ...],
+    offsets: tuple[int, ...] | None,
     numels: tuple[int, ...] | None,
     totals: tuple[int, ...],
     world_size: int,
     itemsize: int,
     target_itemsize: int,
+    block: int,
 ) -> _Layout:
     """Slices of ``numels`` at byte ``offsets`` of the owners' buffers, of parameters of ``totals`` elements. Without
-    ``numels`` these are whole rows, and slices lie back to back."""
+    ``numels`` these are whole rows; without ``offsets`` slices lie back to back."""
     if numels is None:
         for number, total in enumerate(totals):
             if total % world_size:
@@ -254,6 +255,7 @@ def _layout(
                     "row per owner"
                 )
         numels = tuple(total // world_size for total in totals)
+    if offsets is None:
         offsets = tuple(itertools.accumulate([numel * itemsize for numel in numels[:-1]], initial=0))
     if not len(totals) == len(offsets) == len(numels):
         raise ValueError(
@@ -270,7 +272,7 @@ def _layout(
             raise ValueError(f"offset {number} is {offset} bytes, expected a multiple of {target_itemsize}, 0 or more")
         words.extend((0, offset, numel * itemsize, total * itemsize))
     small = max(itemsize // _LARGEST_WORD, 1)  # words per element
-    num_blocks = sum(blocks(numel * small) for numel in numels)
+    num_blocks = sum(blocks(numel * small, block) for numel in numels)
     return _Layout(words, _bits(numels) * itemsize, _bits(offsets), _bits(totals) * itemsize, num_blocks)
 
 
@@ -305,19 +307,22 @@ def _check(
     name: str,
     table: PeerTable,
     tensors: Sequence[torch.Tensor],
-    offsets: Sequence[int],
+    offsets: Sequence[int] | None,
     numels: Sequence[int] | None,
     rank: int,
     offset_bytes: int,
     dtypes: Sequence[torch.dtype],
     target: torch.dtype | None = None,
-    num_programs: int = 1,
+    width: tuple[int, int] = (1, REMOTE_WARPS),
 ) -> tuple[torch.dtype, _Layout]:
-    """The dtype, and what is known without addresses. ``target``: dtype at the owners, if another."""
+    """The dtype, and what is known without addresses. ``target``: dtype at the owners, if another; ``width``: programs,
+    and warps of each."""
+    num_programs, num_warps = width
     dtype = _check_parts(name, tensors, dtypes, table, rank, num_programs)
     size, totals = (target or dtype).itemsize, tuple(map(torch.Tensor.numel, tensors))
-    numels = None if numels is None else tuple(numels)
-    layout = _layout(name, tuple(offsets), numels, totals, table.world_size, dtype.itemsize, size)
+    offsets, numels = (None if each is None else tuple(each) for each in (offsets, numels))
+    block = num_warps * WARP_BLOCK
+    layout = _layout(name, offsets, numels, totals, table.world_size, dtype.itemsize, size, block)
     if offset_bytes < 0 or (table.address_bits | offset_bytes) % size:
         raise ValueError(
             f"byte {offset_bytes} of buffers at {', '.join(map(hex, table.addresses))}, expected all to be multiples "
@@ -346,13 +351,14 @@ def _launch(
     rank: int,
     num_steps: int,
     offset_bytes: int,
-    num_programs: int,
+    width: tuple[int, int],
     word: Any,
     elements: int,
 ) -> None:
-    """For ``num_steps`` owners; ``elements`` of type ``word`` at once."""
+    """For ``num_steps`` owners; ``elements`` of type ``word`` at once. ``width``: programs, and warps of each."""
     if num_steps * layout.num_blocks == 0:
         return
+    num_programs, num_warps = width
     advice = f"use {kernel.__name__[1:].removesuffix('_kernel')}_reference for host memory"
     with device_of(kernel, tensors[0], advice):
         rows.write(layout.rows, addresses)
@@ -367,8 +373,8 @@ def _launch(
             WORD=word,
             VECTOR=elements,
             ROWS=MAX_PARTS,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+            BLOCK=num_warps * WARP_BLOCK,
+            num_warps=num_warps,
         )
 
 
@@ -379,11 +385,13 @@ def gather_parts(
     *,
     rank: int,
     offset_bytes: int = 0,
+    offsets: Sequence[int] | None = None,
     own_in_place: bool = False,
     num_programs: int = REMOTE_PROGRAMS,
+    num_warps: int = REMOTE_WARPS,
 ) -> None:
     """Row r of ``outs[i]`` = slice i of rank r's buffer, for every r and i; slices lie back to back from byte
-    ``offset_bytes`` on.
+    ``offset_bytes`` on, or slice i at byte ``offsets[i]`` behind it.
 
     ``outs``: up to 256 dense tensors of one dtype (bf16, fp16, fp32 or fp64), each of ``world_size`` rows; ``table``
     holds buffers of the same dtype. Bytes are copied as they are. Neighbouring programs begin with different owners;
@@ -398,15 +406,22 @@ def gather_parts(
 
     Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned buffers, and launches nothing then.
     """
-    _, layout = _check("outs", table, outs, (), None, rank, offset_bytes, FLOATS, num_programs=num_programs)
+    width = num_programs, num_warps
+    _, layout = _check("outs", table, outs, offsets, None, rank, offset_bytes, FLOATS, width=width)
     addresses = list(map(torch.Tensor.data_ptr, outs))
     words = _words(_bits(addresses) | layout.lengths | layout.offsets | table.address_bits | offset_bytes)
     steps = table.world_size - own_in_place
-    _launch(_gather_parts_kernel, rows, outs, addresses, table, layout, rank, steps, offset_bytes, num_programs, *words)
+    _launch(_gather_parts_kernel, rows, outs, addresses, table, layout, rank, steps, offset_bytes, width, *words)
 
 
 def gather_parts_reference(
-    outs: Sequence[torch.Tensor], table: PeerTable, *, rank: int, offset_bytes: int = 0, own_in_place: bool = False
+    outs: Sequence[torch.Tensor],
+    table: PeerTable,
+    *,
+    rank: int,
+    offset_bytes: int = 0,
+    offsets: Sequence[int] | None = None,
+    own_in_place: bool = False,
 ) -> None:
     """`gather_parts` in plain torch on host memory; complete on return.
 
@@ -416,7 +431,7 @@ def gather_parts_reference(
     >>> outs
     [tensor([1., 4.]), tensor([2., 3., 5., 6.])]
     """
-    dtype, layout = _check("outs", table, outs, (), None, rank, offset_bytes, FLOATS)
+    dtype, layout = _check("outs", table, outs, offsets, None, rank, offset_bytes, FLOATS)
     for owner in rotated(rank, table.world_size)[: table.world_size - own_in_place]:
         for number, out in enumerate(outs):
             if out.numel():
@@ -435,6 +450,7 @@ def scatter_accumulate_parts(
     rank: int,
     offset_bytes: int = 0,
     num_programs: int = REMOTE_PROGRAMS,
+    num_warps: int = REMOTE_WARPS,
 ) -> None:
     """Add row r of ``grads[i]`` to the fp32 sums at byte ``offset_bytes + offsets[i]`` of rank r's buffer, for every r
     and i.
@@ -455,16 +471,15 @@ def scatter_accumulate_parts(
 
     Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned places, and launches nothing then.
     """
-    dtype, layout = _check(
-        "grads", table, grads, offsets, numels, rank, offset_bytes, GRADIENTS, torch.float32, num_programs
-    )
+    width = num_programs, num_warps
+    dtype, layout = _check("grads", table, grads, offsets, numels, rank, offset_bytes, GRADIENTS, torch.float32, width)
     addresses = list(map(torch.Tensor.data_ptr, grads))
     elements = vector(
         (_bits(addresses) | layout.lengths, dtype), (layout.offsets | table.address_bits | offset_bytes, torch.float32)
     )
     words = DTYPES[dtype], elements if has_vector_atomics(grads[0].device) else 1
     kernel, steps = _scatter_accumulate_parts_kernel, table.world_size
-    _launch(kernel, rows, grads, addresses, table, layout, rank, steps, offset_bytes, num_programs, *words)
+    _launch(kernel, rows, grads, addresses, table, layout, rank, steps, offset_bytes, width, *words)
 
 
 def scatter_accumulate_parts_reference(
@@ -502,6 +517,7 @@ def scatter_parts(
     rank: int,
     offset_bytes: int = 0,
     num_programs: int = REMOTE_PROGRAMS,
+    num_warps: int = REMOTE_WARPS,
 ) -> None:
     """Copy row r of ``grads[i]``, bytes as they are, to byte ``offset_bytes + offsets[i]`` of rank r's buffer, for
     every r and i.
@@ -520,12 +536,13 @@ def scatter_parts(
 
     Raises ValueError for wrong sizes, dtypes, devices, ranks or misaligned places, and launches nothing then.
     """
-    _, layout = _check("grads", table, grads, offsets, numels, rank, offset_bytes, FLOATS, num_programs=num_programs)
+    width = num_programs, num_warps
+    _, layout = _check("grads", table, grads, offsets, numels, rank, offset_bytes, FLOATS, width=width)
     addresses = list(map(torch.Tensor.data_ptr, grads))
     places = _bits(addresses) | layout.lengths | layout.offsets | table.address_bits | offset_bytes
     words = _words(places | layout.totals % _LARGEST_WORD)  # a gradient may end anywhere, but not in a word
     kernel, steps = _scatter_parts_kernel, table.world_size
-    _launch(kernel, rows, grads, addresses, table, layout, rank, steps, offset_bytes, num_programs, *words)
+    _launch(kernel, rows, grads, addresses, table, layout, rank, steps, offset_bytes, width, *words)
 
 
 def scatter_parts_reference(
@@ -555,15 +572,15 @@ def scatter_parts_reference(
                 slot[row.numel() :].zero_()
 
 
-def aot_entries(atomic: Sequence[torch.dtype] = GRADIENTS) -> list[AotEntry]:
-    table, room = {"table": "*i64"}, {"ROWS": MAX_PARTS, "BLOCK": BLOCK}
+def aot_entries(atomic: Sequence[torch.dtype] = GRADIENTS, num_warps: int = REMOTE_WARPS) -> list[AotEntry]:
+    table, room = {"table": "*i64"}, {"ROWS": MAX_PARTS, "BLOCK": num_warps * WARP_BLOCK}
     copies = [
         entry(
             f"{name}[{'i32' if word is tl.int32 else 'i16'}, {alignment(elements > 1)}]",
             kernel,
             table,
             {"WORD": word, "VECTOR": elements, **room},
-            NUM_WARPS,
+            num_warps,
         )
         for name, kernel in (("gather_parts", _gather_parts_kernel), ("scatter_parts", _scatter_parts_kernel))
         for _, word, elements in _WORDS
@@ -574,7 +591,7 @@ def aot_entries(atomic: Sequence[torch.dtype] = GRADIENTS) -> list[AotEntry]:
             _scatter_accumulate_parts_kernel,
             table,
             {"WORD": DTYPES[grads], "VECTOR": vector((int(not aligned), torch.float32), (0, grads)), **room},
-            NUM_WARPS,
+            num_warps,
             since=VECTOR_ATOMICS if aligned else (8, 0),
         )
         for grads in atomic

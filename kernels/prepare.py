@@ -26,7 +26,7 @@ class UnitDtypes:
     published: torch.dtype
     """Of the shards that peers read, and of what is gathered."""
     grads: torch.dtype
-    """Of the gradients as they are pushed."""
+    """Of the gradients as they are pushed, or of those of a narrower ``published``, which are pushed as they are."""
     sums: torch.dtype
     """Of the accumulators."""
 
@@ -46,8 +46,10 @@ def needed_entries(units: Iterable[UnitDtypes]) -> list[AotEntry]:
     for unit in units:
         known = [d for d in (unit.published, unit.grads, unit.sums) if d in FLOATS]
         casts = [(s, out) for s in known for out in known if s != torch.float64 or out.itemsize > 2]
-        sums = [pair for pair in ((unit.sums, unit.grads), (unit.sums, unit.sums)) if pair in accumulate.PAIRS]
-        atomic = [d for d in (unit.grads, torch.float32) if d in parts.GRADIENTS and unit.sums == torch.float32]
+        narrow = [d for d in known if d is unit.published and d.itemsize < unit.grads.itemsize]
+        pushed = (unit.grads, *narrow)
+        sums = [(unit.sums, d) for d in {*pushed, unit.sums} if (unit.sums, d) in accumulate.PAIRS]
+        atomic = [d for d in {*pushed, torch.float32} if d in parts.GRADIENTS and unit.sums == torch.float32]
         entries = (
             accumulate.aot_entries(sums),
             slots.aot_entries(sums),

@@ -23,7 +23,7 @@ from odc.bench.gpu.timing import Operation, interleaved
 from odc.bench.harness.benchmark import Column, Table
 from odc.kernels.accumulate import accumulate
 from odc.kernels.fill import copy_cast, fill
-from odc.kernels.launching import LOCAL_PROGRAMS, REMOTE_PROGRAMS
+from odc.kernels.launching import LOCAL_PROGRAMS, REMOTE_PROGRAMS, REMOTE_WARPS
 from odc.kernels.parts import COLUMNS, MAX_PARTS, PartRows, gather_parts, scatter_accumulate_parts, scatter_parts
 from odc.kernels.peers import PeerTable
 
@@ -113,12 +113,12 @@ def candidates() -> list[Candidate]:
     """Kernels with the bytes they must move."""
     tables = Tables()
 
-    def gather_of(count: int, programs: int = REMOTE_PROGRAMS) -> Launch:
+    def gather_of(count: int, programs: int = REMOTE_PROGRAMS, warps: int = REMOTE_WARPS) -> Launch:
         parts = Parts(count)
 
         def launch(out: torch.Tensor, source: torch.Tensor) -> None:
             rows, outs, _, _ = parts.of(out)
-            gather_parts(rows, outs, tables.of(source), rank=0, num_programs=programs)
+            gather_parts(rows, outs, tables.of(source), rank=0, num_programs=programs, num_warps=warps)
 
         return launch
 
@@ -138,8 +138,8 @@ def candidates() -> list[Candidate]:
         *[Candidate(f"gather_parts, {n}", gather_of(n), fp32, reads_out=False) for n in (1, 12)],
         # Not judged: nobody has measured yet how near to a copy the one of a single parameter comes.
         *[
-            Candidate(f"gather_parts, {n}, {programs} programs", gather_of(n, programs), fp32, reads_out=False)
-            for n, programs in ((1, LOCAL_PROGRAMS), (12, LOCAL_PROGRAMS))
+            Candidate(f"gather_parts, {n}, {programs} x {warps} warps", gather_of(n, programs, warps), fp32, False)
+            for n, programs, warps in ((1, LOCAL_PROGRAMS, 8), (12, LOCAL_PROGRAMS, 8), (12, 64, 8))
         ],
         *[
             Candidate(f"scatter_accumulate_parts, {n}", push_of(n, scatter_accumulate_parts), bf16, reads_out=True)

@@ -42,8 +42,7 @@ PLAIN = [name for name, entry in ENTRIES.items() if not entry.nvshmem]
 FEW = (
     "nvshmem_put_signal",  # of those that are linked with NVSHMEM
     *("gather_parts[i32, aligned]", "gather_parts[i16, unaligned]", "scatter_parts[i32, aligned]"),
-    *("accumulate[bf16->fp32, aligned]", "accumulate[bf16->fp32, unaligned]"),
-    *("accumulate[fp32->fp32, aligned]", "accumulate[fp32->fp64, aligned]"),
+    *("accumulate[bf16->fp32, aligned]", "accumulate[fp32->fp32, aligned]"),
     *("scatter_accumulate_parts[bf16->fp32, aligned]", "scatter_accumulate_parts[bf16->fp32, unaligned]"),
     *("accumulate_slots[bf16->fp32, aligned]", "accumulate_slots[bf16->fp32, unaligned]"),
     *("fill[bf16, aligned]", "copy_cast[bf16->fp32, aligned]"),

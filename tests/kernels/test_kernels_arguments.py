@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 
 from odc.kernels import accumulate, aot_list, fill, launching, parts, slots
-from odc.kernels.launching import DTYPES
+from odc.kernels.launching import DTYPES, REMOTE_PROGRAMS
 from odc.kernels.nvshmem import modules, signals, transfer
 from odc.kernels.peers import PeerTable
 
@@ -324,11 +324,11 @@ class TestLaunchesOfParts:
         for push in (parts.scatter_accumulate_parts, parts.scatter_parts):
             push(rows, peers, memory, starts, numels, rank=0)
         assert len(launches) == 3
-        assert {grid for _, _, grid in launches} == {(min(world_size * count, 64),)}
+        assert {grid for _, _, grid in launches} == {(min(world_size * count, REMOTE_PROGRAMS),)}
         assert {launched["num_steps"] for _, launched, _ in launches} == {world_size}
         parts.gather_parts(rows, memory, peers, rank=0, own_in_place=True)
         others = [(launched["num_steps"], grid) for _, launched, grid in launches[3:]]
-        assert others == [(n, (min(n * count, 64),)) for n in [world_size - 1] if n]
+        assert others == [(n, (min(n * count, REMOTE_PROGRAMS),)) for n in [world_size - 1] if n]
 
     def test_the_table(self, launches: list[Any]) -> None:
         memory = torch.full((256, 4), -1)

@@ -305,21 +305,22 @@ class TestOrder:
             for found in (out, slots, sums):
                 assert found.sum(1).tolist() == [5.0 * (other == owner) for other in range(4)]
 
-    @pytest.mark.parametrize("num_programs", [3, 4, 6])
-    def test_neighbouring_programs_are_with_different_owners(
-        self, k: SimpleNamespace, rows: Any, num_programs: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """At their beginning, and when all have moved as many blocks; so in any step that is not the last."""
-        shards, out = list(torch.zeros(4, 12 * 4096)), torch.zeros(4 * 12 * 4096)
-        first, length = shards[0].data_ptr(), shards[0].nbytes
-        visited: list[int] = []
-        monkeypatch.setattr(k.parts, "move_block", lambda out, place, *how: visited.append(place))
-        table, owners = k.peers.PeerTable.of(shards), []
-        for program in range(num_programs):
-            visited.clear()
-            with only_program(program, num_programs):
-                k.parts.gather_parts(rows, [out], table, rank=1, num_programs=1)
-            owners.append([(int(place.handle.data.item()) - first) // length for place in visited])
-        assert sorted(owner for of_program in owners for owner in of_program) == sorted([*range(4)] * 12)
-        for at_once in itertools.islice(zip(*owners, strict=False), 12 // num_programs):
-            assert max(Counter(at_once).values()) == -(-num_programs // 4)
+
+@pytest.mark.parametrize("num_programs", [3, 4, 6])
+def test_neighbouring_programs_are_with_different_owners(
+    k: SimpleNamespace, rows: Any, num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At their beginning, and when all have moved as many blocks; so in any step that is not the last."""
+    shards, out = list(torch.zeros(4, 12 * 4096)), torch.zeros(4 * 12 * 4096)
+    first, length = shards[0].data_ptr(), shards[0].nbytes
+    visited: list[int] = []
+    monkeypatch.setattr(k.parts, "move_block", lambda out, place, *how: visited.append(place))
+    table, owners = k.peers.PeerTable.of(shards), []
+    for program in range(num_programs):
+        visited.clear()
+        with only_program(program, num_programs):
+            k.parts.gather_parts(rows, [out], table, rank=1, num_programs=1, num_warps=8)
+        owners.append([(int(place.handle.data.item()) - first) // length for place in visited])
+    assert sorted(owner for of_program in owners for owner in of_program) == sorted([*range(4)] * 12)
+    for at_once in itertools.islice(zip(*owners, strict=False), 12 // num_programs):
+        assert max(Counter(at_once).values()) == -(-num_programs // 4)

@@ -53,7 +53,8 @@ def launch_all(unit: UnitDtypes, choice: random.Random) -> None:
     if choice.random() < 0.5:
         choice = Even()
     numel, offset, stride = choice.choice((64, 4, 8, 13)), choice.choice((0, 1, 8)), choice.choice((64, 65))
-    for addend in {unit.grads, unit.sums} if unit.grads.itemsize <= unit.sums.itemsize else {unit.sums}:
+    narrow = {unit.published} if unit.published.itemsize < unit.grads.itemsize else set()  # pushed as computed
+    for addend in {*narrow, *({unit.grads} if unit.grads.itemsize <= unit.sums.itemsize else ()), unit.sums}:
         accumulate.accumulate(room(choice, numel, unit.sums), room(choice, numel, addend))
         arrived, rows = room(choice, 4096, torch.uint8), torch.zeros(1, 4, dtype=I64)
         arrived = arrived[-arrived.data_ptr() % 8 :][:2048]
@@ -64,7 +65,7 @@ def launch_all(unit: UnitDtypes, choice: random.Random) -> None:
     memory = parts.PartRows(torch.zeros(parts.MAX_PARTS, parts.COLUMNS, dtype=I64))
     everywhere = PeerTable.of([room(Even(), 4096, torch.uint8) for _ in range(2)])
     if unit.sums == FP32:
-        for dtype in (unit.grads, FP32):
+        for dtype in {*narrow, unit.grads, FP32}:
             pushed, which = [room(choice, 2 * n - 1, dtype) for n in (numel, stride)], ([0, 1024], [numel, stride])
             parts.scatter_accumulate_parts(memory, everywhere, pushed, *which, rank=0, offset_bytes=4 * offset)
     for dtype in (FP32, BF16):

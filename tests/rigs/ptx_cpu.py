@@ -173,7 +173,9 @@ class _Translation:
     """From the text of one kernel to C, in which a thread has its registers in ``t``."""
 
     def __init__(self, ptx: str) -> None:
-        self.lines = [line.partition("//")[0].strip() for line in ptx.splitlines()]
+        # Shared memory of its own block is all that a program has here, whether Triton (3.8) says so or not.
+        plain = ptx.replace(".shared::cta.", ".shared.")
+        self.lines = [line.partition("//")[0].strip() for line in plain.splitlines()]
         self.number = 0
         self.params: list[tuple[str, str]] = []
         """Name and type: ``u64``, ``u32``, ``f32``."""
