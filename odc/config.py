@@ -27,10 +27,12 @@ ACCUMULATE = "ODC_ACCUMULATE"  # overrides accumulate=
 STAGING = "ODC_STAGING"  # "on": FSDP2 copies into flat buffers and out of them, as for collectives
 NVSHMEM_HEAP = "NVSHMEM_SYMMETRIC_SIZE"  # set for NVSHMEM where its user has not
 NVSHMEM_IBGDA = "NVSHMEM_IB_ENABLE_IBGDA"  # refused: GPUs that drive the network card themselves
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues that streams share; 8 unless it says otherwise
 
 # Variables of other libraries, which ODC does not act on, but for what it refuses: ``odc doctor`` explains them.
 FOREIGN = (
     "CC",
+    CONNECTIONS,
     "CUDA_VISIBLE_DEVICES",
     "LOCAL_WORLD_SIZE",
     "NVSHMEM_HOME",
@@ -223,6 +225,18 @@ def ibgda_problem(environ: Mapping[str, str] | None = None) -> str | None:
         f"{NVSHMEM_IBGDA}={shown(value)} lets GPUs drive the network card themselves (IBGDA), and the NVSHMEM device "
         "library that ODC's kernels are linked with has no code for that: nothing would wait for their puts, and "
         "gradients would be lost without an error"
+    )
+
+
+def connections_problem(environ: Mapping[str, str] | None = None) -> str | None:
+    """Why ``CUDA_DEVICE_MAX_CONNECTIONS`` makes streams wait for each other that ODC has apart, or None."""
+    value = (os.environ if environ is None else environ).get(CONNECTIONS, "")
+    if not value.isdigit() or int(value) >= 8:
+        return None
+    return (
+        f"{CONNECTIONS}={value} puts streams into {value} queue{'s' * (value != '1')}: gathers and pushes wait behind "
+        "computation that has nothing to do with them. Megatron and Transformer Engine set it for their own order of "
+        "kernels; without them unset it, or set 32"
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from odc.bench.communication.primitives import size_of, size_text
 from odc.bench.harness.benchmark import Column, Table
 from odc.bench.harness.ranks import Rank
-from odc.engines.base import COPY_ENGINE, KERNEL, Engine, TransferTable
+from odc.engines.base import COPY_ENGINE, KERNEL, TransferTable
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology
 from odc.transports import registry
@@ -67,19 +67,14 @@ def _measure(
     numel = num_bytes // rank.world_size // 4
     shards = [buffer.peer(owner)[: 4 * numel].view(torch.float32) for owner in range(rank.world_size)]
     out = torch.zeros(numel * rank.world_size, device=rank.device)
-    engine = transport.engine
-    engine.choose_by(TransferTable(((0, KERNEL),)))
-    ways: dict[str, Callable[[], None]] = {
-        KERNEL: lambda: engine.read_rows([out], shards, rank.rank, own_in_place=True),
-        COPY_ENGINE: lambda: Engine.read_rows(engine, [out], shards, rank.rank, own_in_place=True),
-    }
-    samples: dict[str, list[float]] = {way: [] for way in ways}
+    samples: dict[str, list[float]] = {KERNEL: [], COPY_ENGINE: []}
     for repetition in range(repetitions + 1):
-        for way, gather in ways.items():
+        for way in samples:
+            transport.engine.choose_by(TransferTable(((0, way),)))
             rank.meet()
             started = time.perf_counter()
             for _ in range(_CALLS):
-                gather()
+                transport.engine.read_rows([out], shards, rank.rank, own_in_place=True)
             torch.cuda.synchronize()
             seconds = rank.largest(time.perf_counter() - started) / _CALLS
             if repetition:

@@ -199,6 +199,12 @@ def _for_hosts(facts: Facts, finding: Finding) -> Finding:
     return not_needed(f"{finding.found}; no InfiniBand or RoCE device", f"For GPUs of several hosts: {finding.advice}")
 
 
+def _devices(facts: Facts) -> Finding:
+    from odc.config import connections_problem
+
+    return cuda.devices(facts.cuda, facts.variables, connections_problem(facts.variables))
+
+
 def _nvshmem_options(facts: Facts) -> Finding:
     from odc.config import ibgda_problem
 
@@ -227,7 +233,7 @@ CHECKS = (
     Check("ptrace", lambda _: machine.ptrace(machine.ptrace_scope())),
     Check("CPU transport", lambda _: for_cpu(), required=True),
     Check("CUDA driver", lambda facts: cuda.driver(facts.cuda, facts.torch.cuda)),
-    Check("CUDA devices", lambda facts: cuda.devices(facts.cuda, facts.variables)),
+    Check("CUDA devices", _devices),
     Check("peer access", lambda facts: cuda.peer_access(facts.cuda)),
     Check("triton", _triton),
     Check("cupy", lambda facts: software.cupy(facts.versions, facts.cuda_major, has_gpu=facts.has_gpu)),

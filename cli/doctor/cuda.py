@@ -148,8 +148,8 @@ def driver(driver: CudaDriver, torch_cuda: str | None) -> Finding:
     return ok(found)
 
 
-def devices(driver: CudaDriver, variables: Mapping[str, str]) -> Finding:
-    """Name, memory, compute capability and MIG of every device."""
+def devices(driver: CudaDriver, variables: Mapping[str, str], connections: str | None = None) -> Finding:
+    """Name, memory, compute capability and MIG of every device, and what is wrong with ``connections`` to them."""
     if not driver.devices:
         return not_needed("none: CPU ranks only")
     found = "\n".join(_grouped(driver.devices))
@@ -163,6 +163,8 @@ def devices(driver: CudaDriver, variables: Mapping[str, str]) -> Finding:
         )
     if any(device.capability < _OLDEST_CAPABILITY for device in driver.devices):
         return warning(found, "NVSHMEM and Triton need compute capability 7.0 or newer: leave the older devices out.")
+    if connections is not None:
+        return warning(found, f"{connections}.")
     return ok(found)
 
 

@@ -3,9 +3,9 @@
 Memory is plain cudaMalloc memory: what torch's caching allocator hands out cannot always be exported (expandable
 segments, cudaMallocAsync), and cannot be kept from being reused while a peer still reads it.
 
-Stream memory operations are the calls of the driver that neither torch nor cupy offers. They let a stream wait for, and
-set, a word in memory without occupying a multiprocessor. The word lies in host memory that all ranks of a host have
-mapped and registered, so the host can read it, and can release a stream whose peer has died.
+Of the driver are called what neither torch nor cupy offers. Stream memory operations let a stream wait for, and set, a
+word in memory without occupying a multiprocessor. The word lies in host memory that all ranks of a host have mapped and
+registered, so the host can read it, and can release a stream whose peer has died. And many copies are one call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import logging
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +26,8 @@ from odc._version import DISTRIBUTION
 from odc.engines.base import Engine
 from odc.errors import OdcError, SetupError
 
+logger = logging.getLogger("odc")
+
 # From cuda.h.
 _SUCCESS = 0
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
@@ -32,9 +36,12 @@ _WAIT_FLUSH = 1 << 30  # and writes of other devices that came before the word h
 _WRITE_DEFAULT = 0x0  # what the stream did before is visible to whoever sees the value
 _MOST_OPERATIONS = 256  # that one call takes
 _NATIVE_ATOMICS = 0x03  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+_NVML_ATOMICS = 3  # NVML_P2P_CAPS_INDEX_ATOMICS of nvml.h
 _NON_BLOCKING = 0x1  # by the default stream
 _HIGH_PRIORITY = -1
-_HANDLE, _ADDRESS = ctypes.c_void_p, ctypes.c_ulonglong
+_IN_STREAM_ORDER = 0x1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_BESIDE_COMPUTE = 0x1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_HANDLE, _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_size_t
 
 
 class MemoryOperation(ctypes.Structure):
@@ -49,6 +56,12 @@ class MemoryOperation(ctypes.Structure):
         ("alias", _ADDRESS),
         ("_padding", ctypes.c_uint64),
     )
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes of all copies of a batch. Only managed memory has need of the hints where it lies."""
+
+    _fields_ = (("order", ctypes.c_uint), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
 @functools.cache
@@ -68,8 +81,14 @@ def _library() -> ctypes.CDLL:
         ]  # fmt: skip
         library.cuMemHostGetDevicePointer_v2.argtypes = [ctypes.POINTER(_ADDRESS), ctypes.c_void_p, ctypes.c_uint]
         library.cuMemGetAddressRange_v2.argtypes = [
-            ctypes.POINTER(_ADDRESS), ctypes.POINTER(ctypes.c_size_t), _ADDRESS,
+            ctypes.POINTER(_ADDRESS), ctypes.POINTER(_SIZE), _ADDRESS,
         ]  # fmt: skip
+        library.cuMemcpyAsync.argtypes = [_ADDRESS, _ADDRESS, _SIZE, _HANDLE]
+        if hasattr(library, "cuMemcpyBatchAsync"):  # CUDA 12.8; by this name it is the same with later drivers, too
+            library.cuMemcpyBatchAsync.argtypes = [
+                *[ctypes.c_void_p] * 3, _SIZE, ctypes.POINTER(CopyAttributes),
+                ctypes.POINTER(_SIZE), _SIZE, ctypes.POINTER(_SIZE), _HANDLE,
+            ]  # fmt: skip
         library.cuStreamCreateWithPriority.argtypes = [ctypes.POINTER(_HANDLE), ctypes.c_uint, ctypes.c_int]
         library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     except OSError:
@@ -122,11 +141,45 @@ def _operate(stream: int, operation: int, words: Sequence[tuple[int, int]], flag
         _call_driver("cuStreamBatchMemOp_v2", stream, len(rows), (MemoryOperation * len(rows))(*rows), 0)
 
 
+def copy_memory(
+    stream: int, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], in_a_batch: bool
+) -> None:
+    """Let ``stream`` copy ``sizes[i]`` bytes from one address to another, for every i, in any order.
+
+    Args:
+        in_a_batch: by one call, where the driver has that and ``stream`` is not the default one, which takes none.
+    """
+    if in_a_batch and stream and hasattr(_library(), "cuMemcpyBatchAsync"):
+        numbers = [array("Q", each) for each in (targets, sources, sizes)]
+        attributes, first, failed = CopyAttributes(_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE), _SIZE(0), _SIZE()
+        to, of, by = (each.buffer_info()[0] for each in numbers)
+        _call_driver("cuMemcpyBatchAsync", to, of, by, len(sizes), attributes, first, 1, failed, stream)
+        return
+    for target, source, size in zip(targets, sources, sizes, strict=True):
+        _call_driver("cuMemcpyAsync", target, source, size, stream)
+
+
 def has_native_atomics(device: int, peer: int) -> bool:
     """Whether atomic operations of ``device`` on memory of ``peer`` are atomic; both by their numbers here."""
     found = ctypes.c_int()
     _call_driver("cuDeviceGetP2PAttribute", ctypes.byref(found), _NATIVE_ATOMICS, device, peer)
     return bool(found.value)
+
+
+def nvml_has_atomics(identity: str, peer_identity: str, load: Callable[[str], Any] = ctypes.CDLL) -> bool | None:
+    """The same by PCI bus ids, also of devices that are hidden from this process; None: NVML cannot tell."""
+    found, one, two = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+    try:
+        nvml = load("libnvidia-ml.so.1")
+        codes = (
+            nvml.nvmlInit_v2(),
+            nvml.nvmlDeviceGetHandleByPciBusId_v2(identity.encode(), ctypes.byref(one)),
+            nvml.nvmlDeviceGetHandleByPciBusId_v2(peer_identity.encode(), ctypes.byref(two)),
+            nvml.nvmlDeviceGetP2PStatus(one, two, _NVML_ATOMICS, ctypes.byref(found)),
+        )
+    except (OSError, AttributeError):
+        return None
+    return None if any(codes) else found.value == 0
 
 
 def device_address(host_address: int) -> int:
@@ -138,7 +191,7 @@ def device_address(host_address: int) -> int:
 
 def allocation_base(address: int) -> int:
     """First byte of the allocation that ``address`` lies in: what an IPC handle names."""
-    base, size = _ADDRESS(), ctypes.c_size_t()
+    base, size = _ADDRESS(), _SIZE()
     _call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
     return int(base.value)
 
@@ -200,7 +253,8 @@ HANDLE_BYTES = 64
 GRANULARITY = 2 << 20
 """cudaMalloc carves smaller allocations out of shared blocks of this size, and a handle exports the whole block."""
 
-_CAN_FLUSH_REMOTE_WRITES = 98  # cudaDeviceAttr of driver_types.h, as the next two
+_CAN_FLUSH_REMOTE_WRITES, _CAPABILITY_MAJOR = 98, 75  # cudaDeviceAttr of driver_types.h, as the next two
+_BLACKWELL = 10
 _NEEDED = ((41, "unified addressing"), (99, "registration of host memory"))
 _REGISTER_PORTABLE_MAPPED = 0x1 | 0x2
 _spare_streams: dict[int, list[int]] = {}  # by device; idle
@@ -217,6 +271,8 @@ class CudaRuntime:
         self._bound = threading.local()
         attribute = cupy.cuda.runtime.deviceGetAttribute
         self._can_flush = bool(self._call(attribute, _CAN_FLUSH_REMOTE_WRITES, self._device.index))
+        # It is reported that drivers crash with batches on Blackwell, where this has not run.
+        self._takes_batches = self._call(attribute, _CAPABILITY_MAJOR, self._device.index) < _BLACKWELL
 
     @property
     def device(self) -> torch.device:
@@ -241,7 +297,7 @@ class CudaRuntime:
         """What moves and adds bytes on this device."""
         from odc.engines.cuda import CudaEngine  # needs triton, which a CPU machine may not have
 
-        return CudaEngine(self._device, self._new_stream, self._give_back_stream)
+        return CudaEngine(self._device, self._new_stream, self._give_back_stream, self.copy_memory)
 
     def _new_stream(self) -> torch.cuda.Stream:
         """One that nobody else has: torch hands out the same few again and again.
@@ -294,8 +350,12 @@ class CudaRuntime:
         try:
             other = self._cupy.cuda.runtime.deviceGetByPCIBusId(identity)
         except RuntimeError:
-            return f"device {identity} is hidden from this process (CUDA_VISIBLE_DEVICES)"
-        if self._call(has_native_atomics, self._device.index, other):
+            found = nvml_has_atomics(self.identity(), identity)
+            if found is None:
+                return f"device {identity} is hidden from this process (CUDA_VISIBLE_DEVICES), also from NVML"
+        else:
+            found = self._call(has_native_atomics, self._device.index, other)
+        if found:
             return None
         return f"device {self.identity()} has no native atomics in the memory of {identity} (no NVLink between them)"
 
@@ -340,8 +400,8 @@ class CudaRuntime:
         # By DLPack, which takes cupy's word for the device. torch would ask the driver about the bare address, call
         # mapped peer memory another device's, and make a context there.
         memory = self._cupy.cuda.UnownedMemory(address, num_bytes, self, self._device.index)
-        array = self._cupy.ndarray((num_bytes,), dtype="uint8", memptr=self._cupy.cuda.MemoryPointer(memory, 0))
-        return from_dlpack(array)
+        pointer = self._cupy.cuda.MemoryPointer(memory, 0)
+        return from_dlpack(self._cupy.ndarray((num_bytes,), dtype="uint8", memptr=pointer))
 
     def register(self, address: int, num_bytes: int) -> int:
         """Make host memory known to the device; returns the device's address of it."""
@@ -368,3 +428,14 @@ class CudaRuntime:
     def write_values(self, words: Sequence[tuple[int, int]]) -> None:
         """The current stream sets the word at each address to a value, after all it was given before."""
         self._call(write_values, self._stream, words)
+
+    def copy_memory(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+        """The current stream copies ``sizes[i]`` bytes from one address to another, for every i, in any order."""
+        try:
+            self._call(copy_memory, self._stream, targets, sources, sizes, self._takes_batches)
+        except OdcError as problem:
+            if not self._takes_batches:
+                raise
+            self._takes_batches = False  # not of this memory, or not here; if it is something else, that comes again
+            logger.warning("odc: copies are asked for one by one, which takes a host longer: %s", problem)
+            self.copy_memory(targets, sources, sizes)

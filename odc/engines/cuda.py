@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 import time
 from collections import deque
@@ -21,7 +23,7 @@ from odc.kernels.fill import copy_cast, fill
 from odc.kernels.launching import LOCAL_PROGRAMS, blocks
 from odc.kernels.parts import COLUMNS as PART_COLUMNS
 from odc.kernels.parts import GRADIENTS, MAX_PARTS, PartRows, gather_parts, scatter_accumulate_parts, scatter_parts
-from odc.kernels.peers import PeerTable
+from odc.kernels.peers import PeerTable, rotated
 from odc.kernels.prepare import UnitDtypes, prepare_kernels
 from odc.kernels.slots import COLUMNS, MAX_SLOTS, SlotRow, accumulate_slots, write_rows
 
@@ -33,6 +35,32 @@ Memory = TypeVar("Memory")
 def _has_kernels(source: torch.dtype, out: torch.dtype) -> bool:
     """Whether kernels know both dtypes, and round once from one to the other. torch itself copies all others."""
     return source in FLOATS and out in FLOATS and out.itemsize * 2 >= source.itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def _ways_to_gather(
+    sizes: tuple[int, ...], num_owners: int, has_kernel: bool, transfers: TransferTable
+) -> tuple[list[tuple[list[int], tuple[int, ...]]], list[tuple[int, int, int]]]:
+    """The launches, each with the numbers of parts and where in a shard their slices begin, in bytes; and the parts
+    for copy engines, each with that and its slice's bytes. ``sizes``: of the slices, which lie back to back."""
+    offsets = list(itertools.accumulate(sizes[:-1], initial=0))
+    numbers = [n for n, size in enumerate(sizes) if has_kernel and transfers.by_kernel(size * num_owners)]
+    chunks = [numbers[low : low + MAX_PARTS] for low in range(0, len(numbers), MAX_PARTS)]
+    launched = set(numbers)
+    copies = [(n, offsets[n], size) for n, size in enumerate(sizes) if size and n not in launched]
+    return [(chunk, tuple([offsets[n] for n in chunk])) for chunk in chunks], copies
+
+
+def _two_by_two(owners: Sequence[int]) -> list[int]:
+    """So that two copy engines which share what is to be copied are with two owners; see ``odc bench links``.
+
+    >>> _two_by_two([1, 2, 3, 4, 5])
+    [1, 4, 2, 5, 3]
+    """
+    half = -(-len(owners) // 2)
+    return [
+        owner for pair in itertools.zip_longest(owners[:half], owners[half:]) for owner in pair if owner is not None
+    ]
 
 
 def _row(addition: Addition, low: int) -> SlotRow | None:
@@ -80,8 +108,11 @@ class CudaEngine(Engine):
         device: torch.device,
         new_stream: Callable[[], torch.cuda.Stream],
         give_back_stream: Callable[[torch.cuda.Stream], None],
+        copy_memory: Callable[[Sequence[int], Sequence[int], Sequence[int]], None],
     ) -> None:
+        """``copy_memory(targets, sources, sizes)``: the current stream copies so many bytes from address to address."""
         self._device = device
+        self._copy_memory = copy_memory
         self._transfers = TransferTable.default()
         self._background, self._aside = new_stream(), new_stream()
         self._give_back_stream = give_back_stream
@@ -144,19 +175,33 @@ class CudaEngine(Engine):
         own_in_place: bool = False,
         after_chunk: AfterChunk = no_op,
     ) -> None:
-        dtype = shards[0].dtype
-        is_known = dtype in FLOATS and {out.dtype for out in outs} <= {dtype}
-        if not is_known or not self._transfers.by_kernel(len(shards) * shards[0].nbytes // len(outs)):
+        dtype, num_owners = shards[0].dtype, len(shards)
+        if {out.dtype for out in outs} != {dtype}:  # torch casts
             super().read_rows(outs, shards, rank, own_in_place, after_chunk)
             return
-        table, offset = self._place_of(shards)
-        low = offset * dtype.itemsize
-        for start in range(0, len(outs), MAX_PARTS):
-            chunk = outs[start : start + MAX_PARTS]
+        launches, copies = _ways_to_gather(
+            tuple([out.nbytes // num_owners for out in outs]), num_owners, dtype in FLOATS, self._transfers
+        )
+        for numbers, offsets in launches:
+            table, low = self._place_of(shards)
             with self._part_rows.popleft() as rows:
-                gather_parts(rows, chunk, table, rank=rank, offset_bytes=low, own_in_place=own_in_place)
-            if start + MAX_PARTS < len(outs):
-                low += sum(out.nbytes for out in chunk) // len(shards)
+                gather_parts(
+                    rows,
+                    [outs[number] for number in numbers],
+                    table,
+                    rank=rank,
+                    offset_bytes=low * dtype.itemsize,
+                    offsets=offsets,
+                    own_in_place=own_in_place,
+                )
+        if copies:
+            owners = _two_by_two(rotated(rank, num_owners)[: num_owners - own_in_place])
+            targets, sources = [out.data_ptr() for out in outs], [shard.data_ptr() for shard in shards]
+            self._copy_memory(
+                [targets[number] + owner * size for owner in owners for number, _, size in copies],
+                [sources[owner] + offset for owner in owners for _, offset, _ in copies],
+                [size for _, _, size in copies] * len(owners),
+            )
         after_chunk()
 
     def _place_of(self, parts: Sequence[torch.Tensor]) -> tuple[PeerTable, int]:
@@ -170,12 +215,28 @@ class CudaEngine(Engine):
     def write_rows(
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
-        num_bytes = len(buffers) * sum([numel * grads.itemsize for grads, _, numel in parts])
-        dtypes = {part.grads.dtype for part in parts}
-        if not dtypes.issubset(FLOATS) or not self._transfers.by_kernel(num_bytes // len(parts)):
-            super().write_rows(buffers, parts, rank, after_chunk)
-            return
-        self._launch_parts(scatter_parts, buffers, parts, dtypes, rank)
+        launched, copied, others = list[Part](), list[Part](), list[Part]()
+        for part in parts:
+            has_kernel, numel = part.grads.dtype in FLOATS, part.grads.numel()
+            if has_kernel and self._transfers.by_kernel(part.grads.nbytes):
+                launched.append(part)
+            elif numel == len(buffers) * part.numel:
+                copied.append(part)
+            else:
+                (launched if has_kernel else others).append(part)  # what a row lacks has to be zeros
+        if others:
+            super().write_rows(buffers, others, rank)
+        if launched:
+            self._launch_parts(scatter_parts, buffers, launched, {part.grads.dtype for part in launched}, rank)
+        if copied:
+            owners = _two_by_two(rotated(rank, len(buffers)))
+            targets, sources = [buffer.data_ptr() for buffer in buffers], [part.grads.data_ptr() for part in copied]
+            sizes = [part.numel * part.grads.itemsize for part in copied]
+            self._copy_memory(
+                [targets[owner] + part.offset_bytes for owner in owners for part in copied],
+                [source + owner * size for owner in owners for source, size in zip(sources, sizes, strict=True)],
+                sizes * len(owners),
+            )
         after_chunk()
 
     def add_rows(

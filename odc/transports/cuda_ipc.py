@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from odc import limits
+from odc.config import connections_problem
 from odc.cuda.runtime import GRANULARITY, HANDLE_BYTES, CudaRuntime, unavailable
 from odc.errors import OUR_FAULT, OdcError, SetupError
 from odc.setup.agreement import Exchange, gather_together
@@ -65,6 +66,8 @@ class CudaIpcTransport(Transport):
         return unavailable(device) or not_on_this_host(topology)
 
     def _start_device(self) -> None:
+        if self.topology.me == 0 and (problem := connections_problem()) is not None:
+            logger.warning("odc: %s", problem)
         self._cuda = self._make_runtime()
         self.engine = self._cuda.engine()
         self.device = self._cuda.device

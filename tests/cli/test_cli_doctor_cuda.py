@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 from doctor_rows import DRIVER, ERROR, FIX, H200, MISSING, NO_DRIVER, NOT_NEEDED, OK, WARNING, says
 
+from odc import config
 from odc.cli.doctor import cuda, nvshmem
 from odc.cli.doctor.cuda import CudaDevice, CudaDriver
 from odc.cli.doctor.finding import Status
 from odc.cli.doctor.nvshmem import NvshmemFile, RdmaPort
+from odc.cuda import runtime
 
 # CUDA
 
@@ -53,6 +55,10 @@ class Nvml:
         handle._obj.value = index + 1
         return 0
 
+    def _nvmlDeviceGetHandleByPciBusId_v2(self, name, handle) -> int:
+        handle._obj.value = int(name[-4:-2])  # of "0000:00:01.0"
+        return 0
+
     def _nvmlDeviceGetName(self, handle, text, size) -> int:
         text.value = b"NVIDIA H200"
         return 0
@@ -86,6 +92,32 @@ def test_the_driver_is_asked() -> None:
         frozenset({(0, 1), (1, 0)}),
     )
     assert library.shut_down
+
+
+@pytest.mark.parametrize(("code", "expected"), [(5, False), (0, True)])
+def test_atomics_are_asked_for_by_bus_id(code: int, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of devices that CUDA_VISIBLE_DEVICES hides, and no driver's number names here."""
+
+    def status(self: Nvml, one, other, capability, status) -> int:
+        assert (one.value, other.value, capability) in ((1, 2, 3), (None, None, 3))  # None: not found before
+        status._obj.value = code
+        return 0
+
+    monkeypatch.setattr(Nvml, "_nvmlDeviceGetP2PStatus", status)
+    ids = ("0000:00:01.0", "0000:00:02.0")
+    assert runtime.nvml_has_atomics(*ids, lambda name: Nvml()) is expected
+    for call in ("nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetP2PStatus"):
+        assert runtime.nvml_has_atomics(*ids, lambda name, call=call: Nvml(call)) is None
+    assert runtime.nvml_has_atomics(*ids, lambda name: SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize(("value", "found"), [("1", True), ("4", True), ("8", False), ("32", False), ("", False)])
+def test_streams_that_share_a_queue_are_told(value: str, found: bool) -> None:
+    driver = CudaDriver("580", "13.0", (H200,))
+    problem = config.connections_problem({"CUDA_DEVICE_MAX_CONNECTIONS": value})
+    finding = cuda.devices(driver, {}, problem)
+    assert (finding.status == WARNING) == found
+    assert ("Megatron" in finding.advice) == found
 
 
 def test_what_a_driver_does_not_know() -> None:

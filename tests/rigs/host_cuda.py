@@ -352,7 +352,13 @@ class HostCuda:
         flat = torch.frombuffer(raw, dtype=torch.uint8).view(tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride())
 
-    # What torch and Triton are told to do
+    # What torch, Triton and the driver are told to do
+
+    def copy_memory(self, device: int, *copies: Sequence[int]) -> None:
+        """As :meth:`odc.cuda.runtime.CudaRuntime.copy_memory` of ``device``: steps of its current stream."""
+        self.launches.append("copies")
+        for copy in zip(*copies, strict=True):
+            self.submit(self.current_stream(device), functools.partial(ctypes.memmove, *copy))
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -368,7 +374,7 @@ class HostCuda:
         aliases = pytree.tree_map_only(torch.Tensor, self._alias, (args, kwargs))
         if is_mutating:
             self.submit(self.current_stream(device), lambda: func(*aliases[0], **aliases[1]))
-            return args[0]
+            return args[0] if returned else None
         metas = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), aliases)
         shape = func(*metas[0], **metas[1])
         result = self.empty(shape.shape, shape.dtype, device)
@@ -454,7 +460,9 @@ class HostCudaRuntime(FakeCuda):
         self.cuda, self.index = cuda, rank
         self.given_back: list[Stream] = []
         self.device = torch.device("cuda", rank)
-        super().__init__(engine_class(self.device, lambda: cuda.new_stream(rank, "engine"), self.given_back.append))
+        new_stream = functools.partial(cuda.new_stream, rank, "engine")
+        copy_memory = functools.partial(cuda.copy_memory, rank)
+        super().__init__(engine_class(self.device, new_stream, self.given_back.append, copy_memory))
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
         return self.cuda.at(address, num_bytes, self.index, keep=super().tensor(address, num_bytes))

@@ -304,6 +304,36 @@ CUresult CUDAAPI cuMemHostGetDevicePointer(CUdeviceptr *found, void *address, un
     LEAVE(said(CUDA_SUCCESS, name, "address=%p device=%#llx", address, *found));
 }
 
+/* Copies */
+
+CUresult CUDAAPI cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
+    const char *name = "cuMemcpyAsync";
+    ENTER(name);
+    if (!is_stream(stream) || !device_range(to, size) || !device_range(from, size))
+        LEAVE(WRONG(name, "stream=%p to=%#llx from=%#llx size=%zu", (void *)stream, to, from, size));
+    memcpy((void *)to, (void *)from, size);
+    LEAVE(said(CUDA_SUCCESS, name, "stream=%p to=%#llx from=%#llx size=%zu", (void *)stream, to, from, size));
+}
+
+/* As CUDA 12.8 has it. By this name it stays so; the header means a later one, with a parameter less. */
+#undef cuMemcpyBatchAsync
+CUresult CUDAAPI cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *sizes, size_t count, CUmemcpyAttributes *attributes,
+                                    size_t *firsts, size_t num_attributes, size_t *failed, CUstream stream) {
+    const char *name = "cuMemcpyBatchAsync";
+    ENTER(name);
+    if (!stream || !is_stream(stream) || !count || num_attributes != 1 || firsts[0] ||
+        attributes->srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || attributes->flags > CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+        LEAVE(WRONG(name, "stream=%p count=%zu attributes=%zu", (void *)stream, count, num_attributes));
+    for (size_t i = count; i--;) { /* in any order */
+        *failed = i;
+        if (!sizes[i] || !device_range(to[i], sizes[i]) || !device_range(from[i], sizes[i]))
+            LEAVE(WRONG(name, "entry %zu: to=%#llx from=%#llx size=%zu", i, to[i], from[i], sizes[i]));
+        memcpy((void *)to[i], (void *)from[i], sizes[i]);
+    }
+    *failed = SIZE_MAX;
+    LEAVE(said(CUDA_SUCCESS, name, "stream=%p count=%zu flags=%u", (void *)stream, count, attributes->flags));
+}
+
 /* Streams */
 
 CUresult CUDAAPI cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int priority) {
@@ -381,6 +411,7 @@ _Static_assert(offsetof(CUstreamBatchMemOpParams, waitValue.address) == 8, "addr
 _Static_assert(offsetof(CUstreamBatchMemOpParams, waitValue.value) == 16, "value");
 _Static_assert(offsetof(CUstreamBatchMemOpParams, waitValue.flags) == 24, "flags");
 _Static_assert(offsetof(CUstreamBatchMemOpParams, writeValue.flags) == 24, "flags");
+_Static_assert(sizeof(CUmemcpyAttributes) == 24 && offsetof(CUmemcpyAttributes, flags) == 20, "attributes");
 
 /* What this process has not given back. */
 void stub_leftovers(void);
