@@ -202,12 +202,12 @@ class InPlace:
             rows.append(Rows(param.rows_of(grad.contiguous(), self._world_size), param.numel))
         if small:
             numel = sum(param.numel for param, _ in small)
-            together = torch.empty(self._world_size, numel, dtype=self._grad_dtype, device=self._device)
-            small_grads = [grad for _, grad in small]
-            if (
-                len({grad.dtype for grad in small_grads}) > 1
-            ):  # some have been accumulated in the dtype of the reduction
-                small_grads = [grad.to(self._grad_dtype) for grad in small_grads]
+            # As they were computed; but some may have been accumulated in the dtype of the reduction.
+            dtype, *others = {grad.dtype for _, grad in small}
+            if others or dtype.itemsize > self._grad_dtype.itemsize:
+                dtype = self._grad_dtype
+            together = torch.empty(self._world_size, numel, dtype=dtype, device=self._device)
+            small_grads = [grad.to(dtype) for _, grad in small]
             torch._chunk_cat(small_grads, 0, self._world_size, out=together)
             rows.append(Rows(together, numel))
         return rows

@@ -899,6 +899,30 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "minibatch-a-push-in-bf16-is-first-twice",
+        "Pushes of one minibatch that arrive together, some in bf16 and some in float32, are written to the sum once for each dtype instead of added: gradients of the first ones are lost.",
+        ("tests/minibatch/test_parts.py::test_sums_of_what_is_sent_in_bf16_have_the_bits_of_float32",),
+        "odc/minibatch/accumulators.py",
+        (
+            (
+                "                is_first = own.pushed[number].units[unit] != group[0].minibatch\n",
+                "                is_first = True\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "engines-copies-begin-at-the-first-slice",
+        "What copy engines gather of a parameter begins where the unit's shard does: large parameters have values of others.",
+        ("tests/cuda/test_cuda_engine.py::test_the_table_of_transfers_decides_of_each_part",),
+        "odc/engines/cuda.py",
+        (
+            (
+                "[sources[owner] + offset for owner in owners for _, offset, _ in copies]",
+                "[sources[owner] for owner in owners for _, offset, _ in copies]",
+            ),
+        ),
+    ),
+    Mutant(
         "minibatch-kept-pushes-are-forgotten",
         "Pushes that a client keeps while an owner is stuck are not sent at the end of the minibatch. On a GPU with a collective of the script in between, microbatches are missing in the step.",
         ("tests/minibatch/test_deadlocks.py::test_pushes_that_find_no_slot_are_kept_and_come_in_later",),

@@ -13,6 +13,7 @@ refuses every further operation. (To write beside the sum and commit by one word
 from __future__ import annotations
 
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from odc.errors import ConfigError, ProtocolError
 from odc.rank.waiting import Endpoint
 from odc.transports.base import SymmetricBuffer, Transport, aligned
 from odc.units import Layout, Rows, UnitSpec, segments
+
+logger = logging.getLogger("odc")
 
 _WORD_BYTES = 8
 
@@ -63,7 +66,10 @@ class StorePlan:
             obstacle = f"would lose additions: {reason}"
         if config.accumulate == "direct" and obstacle is not None:
             raise ConfigError(f"accumulate='direct' {obstacle}: use 'daemon' or 'auto'")
-        chooses_daemon = config.accumulate == "auto" and engine.has_streams and prefers_daemon
+        is_auto = config.accumulate == "auto" and engine.has_streams
+        if is_auto and num_hosts == 1 and obstacle is not None and transport.topology.me == 0:
+            logger.warning("odc: gradients take slots and one more pass: accumulate='direct' %s", obstacle)
+        chooses_daemon = is_auto and prefers_daemon
         is_direct = config.accumulate != "daemon" and obstacle is None and not chooses_daemon
         return cls(PerClientStore if config.deterministic else SharedStore, is_direct, config.accumulate_dtype)
 
@@ -90,6 +96,7 @@ class Arrived(NamedTuple):
     unit: int
     present: Sequence[bool] | None
     minibatch: int
+    dtype: torch.dtype
 
 
 class AccumulatorStore(ABC):
@@ -254,38 +261,37 @@ class AccumulatorStore(ABC):
             ProtocolError: this rank is not accepting one of them (late, early or duplicate).
         """
         own = self._of(self._rank)
-        whole: dict[tuple[int, int], list[Arrived]] = {}
+        whole: dict[torch.dtype, dict[tuple[int, int], list[Arrived]]] = {}
         for push in pushes:
             self._check_open(self._rank, push.minibatch, push.unit, push.client)
             if push.present is None:
-                whole.setdefault((self._sum_of(push.client), push.unit), []).append(push)
-        additions: dict[torch.dtype, list[Addition]] = {}
-        for (number, unit), group in whole.items():
-            is_first = own.pushed[number].units[unit] != group[0].minibatch
-            addition = Addition(own.sums[number][unit], [push.slot for push in group], 0, is_first)
-            additions.setdefault(self._units[unit].grad_dtype, []).append(addition)
-        for dtype, rows in additions.items():
-            self._engine.add_slots(slots, slot_bytes, dtype, rows, self._after_chunk)
-        for (number, unit), group in whole.items():
-            self._note(own.pushed[number], unit, None, group[0].minibatch)
+                groups = whole.setdefault(push.dtype, {})
+                groups.setdefault((self._sum_of(push.client), push.unit), []).append(push)
+        for dtype, groups in whole.items():
+            additions = []
+            for (number, unit), group in groups.items():
+                is_first = own.pushed[number].units[unit] != group[0].minibatch
+                additions.append(Addition(own.sums[number][unit], [push.slot for push in group], 0, is_first))
+            self._engine.add_slots(slots, slot_bytes, dtype, additions, self._after_chunk)
+            for (number, unit), group in groups.items():
+                self._note(own.pushed[number], unit, None, group[0].minibatch)
         for push in pushes:
             if push.present is not None:
                 self._add_parts(push, push.present, slots, slot_bytes)
 
     def _add_parts(self, push: Arrived, present: Sequence[bool], slots: torch.Tensor, slot_bytes: int) -> None:
         """A push that holds the gradients of some parameters."""
-        number, dtype = self._sum_of(push.client), self._units[push.unit].grad_dtype
-        own = self._of(self._rank)
+        number, own = self._sum_of(push.client), self._of(self._rank)
         total, pushed = own.sums[number][push.unit], own.pushed[number]
         is_first = pushed.units[push.unit] != push.minibatch
         rows = []
         for offset, numel, source in segments(self._units[push.unit], present):
             part = total[offset : offset + numel]
             if source is not None:
-                rows.append(Addition(part, [push.slot], source * dtype.itemsize, is_first))
+                rows.append(Addition(part, [push.slot], source * push.dtype.itemsize, is_first))
             elif is_first:
                 rows.append(Addition(part, [], 0, True))
-        self._engine.add_slots(slots, slot_bytes, dtype, rows, self._after_chunk)
+        self._engine.add_slots(slots, slot_bytes, push.dtype, rows, self._after_chunk)
         self._note(pushed, push.unit, present, push.minibatch)
 
     @abstractmethod

@@ -39,8 +39,18 @@ logger = logging.getLogger("odc")
 NUM_SLOTS = 2
 """Of each client at each owner: one is filled while the other is added."""
 # Header of a slot. The number counts the client's pushes, from 1, each of which goes to all owners; "whole" says that
-# all parameters are in it, else a byte for each says whether it is.
-_HEADER = struct.Struct("=qqqqq")  # number, unit, minibatch, elements, whole
+# all parameters are in it, else a byte for each says whether it is. The dtype is a number in _NARROW, or 0: the unit's.
+_HEADER = struct.Struct("=qqqqqq")  # number, unit, minibatch, elements, dtype, whole
+_NARROW = (None, torch.bfloat16, torch.float16, torch.float32)
+
+
+def _dtype_of(parts: Sequence[Rows], unit: UnitSpec) -> torch.dtype:
+    """What a push is sent in: the dtype that all of it was computed in, where that takes fewer bytes than the unit's.
+    The owner casts, and nothing is rounded either way, so its sums have the same bits."""
+    dtypes = {part.grads.dtype for part in parts}
+    found = dtypes.pop()
+    is_narrow = not dtypes and found in _NARROW and found.itemsize < unit.grad_dtype.itemsize
+    return found if is_narrow else unit.grad_dtype
 
 
 class _Push(NamedTuple):
@@ -253,27 +263,30 @@ class AccumulationDaemon:
 
     def _send_in_order(self, push: _Push) -> None:
         number, transport, layout = self._sent + 1, self._transport, push.layout
-        slot = self._rank * NUM_SLOTS + number % NUM_SLOTS
-        header = _HEADER.pack(number, push.unit, push.minibatch, sum(layout.numels), layout.present is None)
+        slot, unit = self._rank * NUM_SLOTS + number % NUM_SLOTS, self._units[push.unit]
+        dtype = _dtype_of(push.parts, unit)
+        narrow = 0 if dtype == unit.grad_dtype else _NARROW.index(dtype)
+        is_whole = layout.present is None
+        header = _HEADER.pack(number, push.unit, push.minibatch, sum(layout.numels), narrow, is_whole)
         header += bytes(layout.present or ())
         try:
             at_once = self._end.engine.has_streams and self._of_all
             send = self._send_at_once if at_once else self._send_to_each
-            send(self._units[push.unit], push.parts, slot * self._slot_bytes)
+            send(dtype, push.parts, slot * self._slot_bytes)
             start = number % NUM_SLOTS * self._header_bytes
             self._header_views[self._rank][start : start + len(header)] = header
             for owner in self._elsewhere:
                 transport.write_host(self._headers, owner, slot * self._header_bytes, header)
         except GONE as error:
-            raise self._end.waiter.explain(error, f"push to unit {self._units[push.unit].name!r}") from None
+            raise self._end.waiter.explain(error, f"push to unit {unit.name!r}") from None
         self._end.faults.hit("scatter.before_post")
         self._sent, self._num_emptied = number, 0
         transport.post(self._posted, daemon=True)
 
-    def _send_to_each(self, unit: UnitSpec, parts: Sequence[Rows], at: int) -> None:
+    def _send_to_each(self, dtype: torch.dtype, parts: Sequence[Rows], at: int) -> None:
         """Put the parts of a push back to back into one slot at every owner."""
         engine, transport, after_chunk = self._end.engine, self._transport, self._end.waiter.after_scatter_chunk
-        numels, dtype = [part.numel for part in parts], unit.grad_dtype
+        numels = [part.numel for part in parts]
         num_bytes = sum(numels) * dtype.itemsize
         rows = list(zip(*(part.unbind(len(self._world)) for part in parts), strict=True))
         for owner in transport.topology.rotation():
@@ -294,11 +307,11 @@ class AccumulationDaemon:
                     sources.append(torch.zeros(numel - row.numel(), dtype=dtype, device=row.device))
             transport.write(self._slots, owner, at, sources, after_chunk)
 
-    def _send_at_once(self, unit: UnitSpec, parts: Sequence[Rows], at: int) -> None:
+    def _send_at_once(self, dtype: torch.dtype, parts: Sequence[Rows], at: int) -> None:
         """The same by one operation of the device, where all slots have an address."""
         rows = []
         for grads, numel in parts:
-            flat = grads.contiguous().view(-1).to(unit.grad_dtype)
+            flat = grads.contiguous().view(-1).to(dtype)
             rows.append(Part(flat, at, numel))
             at += numel * flat.itemsize
         self._end.engine.write_rows(self._of_all, rows, self._rank, self._end.waiter.after_scatter_chunk)
@@ -375,7 +388,7 @@ class AccumulationDaemon:
         expected_number = self._handled[client] + 1
         start = expected_number % NUM_SLOTS * self._header_bytes
         header = bytes(self._header_views[client][start : start + self._header_bytes])
-        number, unit_index, minibatch, numel, whole = _HEADER.unpack_from(header)
+        number, unit_index, minibatch, numel, narrow, whole = _HEADER.unpack_from(header)
         if number != expected_number:
             raise ProtocolError(
                 f"rank {who} announced its push {number} where {expected_number} comes next: twice the same, or out "
@@ -391,7 +404,7 @@ class AccumulationDaemon:
                 f"rank {who} pushed {numel} elements to unit {unit.name!r}: expected {expected}. {OUR_FAULT}"
             )
         slot = client * NUM_SLOTS + number % NUM_SLOTS
-        return Arrived(client, slot, unit_index, present, minibatch)
+        return Arrived(client, slot, unit_index, present, minibatch, _NARROW[narrow] or unit.grad_dtype)
 
     def close(self) -> None:
         """Let the thread finish its current round and join it. Local and idempotent."""

@@ -290,6 +290,45 @@ def test_what_a_slot_held_before_is_no_padding(mode: str) -> None:
     values(run_threads(2, body))
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("mode", ["daemon", "hosts", "device-daemon", "device-hosts"])
+def test_sums_of_what_is_sent_in_bf16_have_the_bits_of_float32(mode: str, world_size: int) -> None:
+    """Also where another push of the same minibatch travels in float32. Half the bytes are sent."""
+    params = [Param(world_size, 300), Param(2 * world_size, 5)]
+    units = [(params, torch.float32)]
+
+    def gradients(rank: int, number: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(10 * rank + number)
+        values = [torch.randn(p.rows, p.columns, generator=generator) for p in params]
+        return [one if (rank + number) % 3 == 0 else one.bfloat16() for one in values]
+
+    def body(exchange: ThreadExchange) -> None:
+        rank = exchange.rank
+        with create(exchange, specs_of(units, world_size), MODES[mode] | {"deterministic": True}) as runtime:
+            transport, sent = runtime._transport, list[int]()
+            write = transport.write
+            transport.write = lambda *words: sent.append(sum(s.nbytes for s in words[3])) or write(*words)  # type: ignore[assignment, func-returns-value]
+            begin(runtime)
+            for number in range(3):
+                grads = gradients(rank, number)
+                sent.clear()
+                runtime.scatter_accumulate(0, [p.as_rows(g, world_size) for p, g in zip(params, grads, strict=True)])
+                assert set(sent) <= {310 * grads[0].itemsize}
+                assert bool(sent) == ("hosts" in mode)
+            runtime.finish()
+            expected = torch.zeros(310)
+            for client in range(world_size):
+                rows = [
+                    torch.cat([g.float().view(world_size, -1)[rank] for g in gradients(client, n)]) for n in range(3)
+                ]
+                expected += rows[0] + rows[1] + rows[2]
+            found = runtime.gradient(0)
+            assert found is not None
+            assert torch.equal(found[0], expected)
+
+    values(run_threads(world_size, body))
+
+
 class Allocated(TorchDispatchMode):
     """Memory that operations of this thread allocate."""
 
@@ -310,14 +349,15 @@ BETWEEN_HOSTS = {
     "dense": ([Param(8, 50), Param(6, 7), Param(2, 90)], torch.float32, [], []),
     "columns": ([Param(8, 50), Param(6, 7, dim=1), Param(2, 90)], torch.float32, [42], [42]),
     "uneven": ([Param(8, 50), Param(5, 7), Param(1, 90)], torch.float32, [], [7, 90]),
-    "another dtype": ([Param(8, 50), Param(6, 7)], torch.bfloat16, [], [200, 21]),
+    "narrower": ([Param(8, 50), Param(6, 7)], torch.bfloat16, [], []),
+    "wider": ([Param(8, 50), Param(6, 7)], torch.float64, [], [200, 21]),
 }
 
 
 @pytest.mark.parametrize("mode", ["hosts", "device-hosts"])
 @pytest.mark.parametrize("case", BETWEEN_HOSTS)
 def test_between_hosts_nothing_lies_between_parameters_and_the_link(case: str, mode: str) -> None:
-    """But rows that are not dense, those of another dtype than what is sent, and padding."""
+    """But rows that are not dense, those of a wider dtype than what is sent, and padding."""
     params, dtype, for_gather, for_push = BETWEEN_HOSTS[case]
     units = [(params, torch.float32)]
 
