@@ -1,25 +1,26 @@
 """Which torch this package was compared with, and what differs between the versions.
 
-| what | 2.9 | 2.10 | 2.11 | 2.12 | 2.13 | here |
-|---|---|---|---|---|---|---|
-| ``_fsdp_param_group`` or ``_fsdp_param_groups`` of a module | one | one | one | list | list | ``param_groups`` |
-| a padded shard gets new tensors at the first forward | yes | - | - | - | - | ``Guard`` |
-| ``replicate()`` is FSDP2 without a shard group | - | yes | yes | yes | yes | ``Fsdp2Unit.is_sharded`` |
-| a shard group of one calls the custom reduce-scatter | yes | - | - | - | - | such groups are not patched |
-| a recomputed forward (checkpointing) gathers once more | yes | - | - | - | - | gathers are legal at any time |
-| custom communication refused by a module of several groups | - | - | - | yes | yes | ``Fsdp2Unit.swap_comms`` |
-| ``set_reduce_scatter_unused_params`` | - | - | - | - | yes | ``Fsdp2Unit._coming_gradients`` |
-| a process group of its own for the reduce-scatter | - | - | - | - | yes | groups are never compared by identity |
-| ``all_gather_single``, ``reduce_scatter_single`` | - | - | - | - | yes | FSDP is not entered through these |
-| integer parameters | - | - | - | yes | yes | torch refuses them before 2.12 |
-| pipeline schedules over plain FSDP2 crash in gloo | yes | yes | yes | - | - | not tested there |
-| a reduction returns the stream that it ended on, too | - | - | - | - | yes | ``reduced`` |
-| a mesh says itself which one it is a part of | - | yes | yes | yes | yes | ``root_mesh`` |
+| what | 2.9 | 2.10 | 2.11 | 2.12 | 2.13 | 2.14 | here |
+|---|---|---|---|---|---|---|---|
+| ``_fsdp_param_group`` or ``_fsdp_param_groups`` | one | one | one | list | list | list | ``param_groups`` |
+| a padded shard gets new tensors at the first forward | yes | - | - | - | - | - | ``Guard`` |
+| ``replicate()`` is FSDP2 without a shard group | - | yes | yes | yes | yes | yes | ``Fsdp2Unit.is_sharded`` |
+| a shard group of one calls the custom reduce-scatter | yes | - | - | - | - | - | such groups are not patched |
+| a recomputed forward (checkpointing) gathers once more | yes | - | - | - | - | - | gathers are legal at any time |
+| custom communication refused by a module of several groups | - | - | - | yes | yes | yes | ``Fsdp2Unit.swap_comms`` |
+| ``set_reduce_scatter_unused_params`` | - | - | - | - | yes | yes | ``Fsdp2Unit._coming_gradients`` |
+| a process group for the reduce-scatter alone | - | - | - | - | yes | yes | groups are never compared by identity |
+| ``all_gather_single``, ``reduce_scatter_single`` | - | - | - | - | yes | yes | FSDP is not entered through these |
+| integer parameters | - | - | - | yes | yes | yes | torch refuses them before 2.12 |
+| pipeline schedules over plain FSDP2 crash in gloo | yes | yes | yes | - | - | - | not tested there |
+| a reduction returns the stream that it ended on, too | - | - | - | - | yes | yes | ``reduced`` |
+| a mesh says itself which one it is a part of | - | yes | yes | yes | yes | yes | ``root_mesh`` |
+| parameters with types of ``spmd_types``, by which gathered ones are made anew | - | - | - | - | - | yes | refused |
 
 Newer: torch 2.15 keeps the mixed precision policy with each parameter instead of the group (:func:`mp_policy`), and
 without a ``reduce_dtype`` it reduces in the parameters' own dtype (``FsdpParam.grad_dtype``).
 
-The same in all five: what a process group of a mesh is called, where it is not the default group
+The same in all six: what a process group of a mesh is called, where it is not the default group
 (:mod:`odc.fsdp_patch.patching`), and how it counts its collectives; how FSDP2 calls custom communication, the three
 functions that stage for it (:mod:`odc.fsdp_patch.fsdp2_in_place`) and all-gather extensions
 (:mod:`odc.fsdp_patch.fsdp2_extension`), in which order it divides, the layout of ``reshard_after_forward=<int>``, and
@@ -39,7 +40,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from odc.errors import UnsupportedError
 
-COMPARED_WITH = ((2, 9), (2, 13))
+COMPARED_WITH = ((2, 9), (2, 14))
 
 
 def torch_version() -> tuple[int, int]:

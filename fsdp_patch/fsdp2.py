@@ -80,6 +80,11 @@ def _check_unit(unit: Fsdp2Unit) -> None:
             raise ValueError(
                 f"{where}: parameter {param.name!r} is on the meta device; materialise the model before patching"
             )
+        if getattr(param.inner, "is_spmd_types", False):
+            raise UnsupportedError(
+                f"{where}: parameter {param.name!r} has types of spmd_types, which is not supported: shard it as a "
+                "DTensor, or keep FSDP's own collectives"
+            )
         if param.extension is not None:
             _check_extension(unit, param.name, param.extension, where)
     if unit.process_group.size() == 1 and unit.replica_group is not None:

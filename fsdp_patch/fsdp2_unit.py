@@ -152,11 +152,9 @@ class OdcReduceScatter(_OfUnit, ReduceScatter):
         return grads
 
 
-_OTHER_SETTERS = {
-    "ProcessGroupAlloc": "set_allocate_memory_from_process_group_for_comm",
-    "SymmMem": "set_symm_mem_for_comm",
-}
-"""Of torch's own communication, by the beginning of its name."""
+_REPLACED = ("Default", "ProcessGroupAlloc")
+"""Torch's own communication, by the beginning of its name: the second is a hint where it should allocate
+(``set_allocate_memory_from_process_group_for_comm``), and is there again when a session has closed."""
 
 
 class Fsdp2Unit(Unit):
@@ -604,9 +602,9 @@ class Fsdp2Unit(Unit):
             (group._reduce_scatter_comm, "set_custom_reduce_scatter"),
         ):
             kind = type(comm).__name__
-            if isinstance(comm, _OfUnit) if is_entered else kind.startswith("Default"):
+            if isinstance(comm, _OfUnit) if is_entered else kind.startswith(_REPLACED):
                 continue
-            setter = next((name for prefix, name in _OTHER_SETTERS.items() if kind.startswith(prefix)), option)
+            setter = "set_symm_mem_for_comm" if kind.startswith("SymmMem") else option
             raise UnsupportedError(
                 f"unit {self.name!r}: {setter} ({kind}) cannot be used beside on-demand communication, which takes the "
                 "place of what it sets: leave it out"

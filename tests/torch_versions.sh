@@ -8,7 +8,7 @@
 # its pins of torch and of Triton, of which each torch demands its own. PYTHON chooses the interpreter. Exits with 1 if a version failed, with 2 if nothing could be run.
 set -uo pipefail
 
-readonly DEFAULT_VERSIONS=(2.9.1 2.10.0 2.11.0 2.12.1 2.13.0)
+readonly DEFAULT_VERSIONS=(2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1)
 readonly PYTHON=${PYTHON:-python3}
 
 find_root() {
@@ -28,7 +28,7 @@ install() {
     { [[ -x $env/bin/python ]] || "$PYTHON" -m venv "$env"; } &&
         grep -vE '^(torch|triton)[=<>~! ;]' constraints.txt > "$env/constraints.txt" &&
         "$env/bin/python" -m pip install --disable-pip-version-check --progress-bar off -c "$env/constraints.txt" \
-            "torch==$version" -e '.[dev]' &&
+            "torch==$version" -e '.[dev]' transformers &&
         "$env/bin/python" -c 'import sys, torch; sys.exit(torch.__version__.split("+")[0] != sys.argv[1])' "$version" &&
         touch "$env/.installed"
 }

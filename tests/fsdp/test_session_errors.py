@@ -27,12 +27,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.utils import clip_grad_norm_
-from training import build, loss_of, optimizer_of, shard, start, tokens, use_up, wrap
+from training import DEVICE, build, loss_of, optimizer_of, shard, start, tokens, use_up, wrap
 
 import odc
 import odc.fsdp_patch.fsdp2_unit
 import odc.fsdp_patch.session
 import odc.rank.context
+from odc.fsdp_patch.compat import param_groups
 
 
 def hybrid_of_hybrid(model: nn.Module, world_size: int) -> None:
@@ -50,7 +51,7 @@ def number_beside_another_mesh(model: nn.Module, world_size: int) -> None:
 
 def no_sharding(model: nn.Module, world_size: int) -> None:
     model.wrapped = FullyShardedDataParallel(
-        nn.Linear(4, 4), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
+        nn.Linear(4, 4), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=DEVICE
     )
 
 
@@ -68,9 +69,10 @@ def custom_comm(model: nn.Module, world_size: int, name: str = "Mine") -> None:
     model.set_custom_all_gather(type(name, (DefaultAllGather,), {})())
 
 
-def allocating(model: nn.Module, world_size: int) -> None:
+def with_types(model: nn.Module, world_size: int) -> None:
+    """As torch 2.14 marks parameters that were annotated by spmd_types."""
     shard(model, world_size)
-    model.set_allocate_memory_from_process_group_for_comm(True)
+    param_groups(model)[0].fsdp_params[0].is_spmd_types = True
 
 
 def twice(model: nn.Module, world_size: int) -> None:
@@ -92,7 +94,7 @@ REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (custom_comm, "set_custom_all_gather (Mine)"),
     # As set_symm_mem_for_comm does, which asks for NCCL
     (partial(custom_comm, name="SymmMemAllGather"), "set_symm_mem_for_comm (SymmMemAllGather) cannot be used beside"),
-    (allocating, "set_allocate_memory_from_process_group_for_comm (ProcessGroupAllocAllGather) cannot be used"),
+    (with_types, "has types of spmd_types, which is not supported"),
     (twice, "patched already"),
     (nothing, "fully_shard"),
 ]

@@ -47,6 +47,7 @@ TORCH = {
     "2.11.0": Wanted(13, "3.6.0", "3.4.5"),
     "2.12.1": Wanted(13, "3.7.1", "3.4.5"),
     "2.13.0": Wanted(13, "3.7.1", "3.4.5"),
+    "2.14.1": Wanted(13, "3.8.0", "3.4.5"),
 }
 """The builds that a package index gives out under these versions (other CUDA builds have indexes of their own)."""
 

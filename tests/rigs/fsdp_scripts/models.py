@@ -176,7 +176,9 @@ def one_optimizer_for_two_models(run: Run) -> None:
 
 
 def prefetching(run: Run) -> None:
+    """And with a hint where torch's own communication should allocate."""
     model = run.shard(build(num_blocks=3))
+    model.set_allocate_memory_from_process_group_for_comm(True)
     blocks: list[FSDPModule] = list(model.blocks)  # type: ignore[arg-type]
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
