@@ -61,7 +61,7 @@ class Comparison:
 
     def memory_bytes(self, simulation: Simulation) -> int:
         """Peak per device, in the largest microbatch."""
-        return self.training.memory_bytes(simulation.peak_tokens)
+        return self.training.memory_bytes(simulation.peak_tokens, simulation.comm)
 
     def fits(self, simulation: Simulation) -> bool:
         """Whether the device has that much memory."""
@@ -277,18 +277,19 @@ def _share_of_transfers(comparison: Comparison, simulation: Simulation) -> float
 
 def misfit(comparison: Comparison, simulation: Simulation) -> str:
     """What needs how much memory, and what to do."""
-    training, longest = comparison.training, int(comparison.lengths.max())
+    training, longest, comm = comparison.training, int(comparison.lengths.max()), simulation.comm
     memory = training.device.memory_bytes
-    limit = training.most_tokens()
+    limit = training.most_tokens()  # with either
     tokens = simulation.peak_tokens if limit else 1
+    needed = training.memory_bytes(tokens, comm)
     if limit:
-        what = f"the largest microbatch, {tokens:,} tokens, needs {gigabytes(training.memory_bytes(tokens))}"
-    elif training.state.bytes > memory:
-        what = f"the model's sharded state alone needs {gigabytes(training.state.bytes)}"
+        what = f"the largest microbatch, {tokens:,} tokens, needs {gigabytes(needed)}"
+    elif training.state_bytes(comm) > memory:
+        what = f"the model's sharded state alone needs {gigabytes(training.state_bytes(comm))}"
     else:
-        what = f"even a microbatch of one token needs {gigabytes(training.memory_bytes(tokens))}"
+        what = f"even a microbatch of one token needs {gigabytes(needed)}"
     ways = []
-    if training.memory_bytes(tokens) - training.state.sharded_bytes < memory:
+    if needed - training.state_bytes(comm) + training.state.unsharded_bytes < memory:
         ways.append("more ranks")
     if not training.recompute:
         ways.append("--recompute")
@@ -349,10 +350,11 @@ def memory_note(training: Training, max_tokens: int) -> str:
     limit = training.most_tokens()
     memory = gigabytes(training.device.memory_bytes)
     if limit == 0:
-        return f"the sharded state needs {gigabytes(training.state.bytes)}, which leaves nothing of {memory}"
+        return f"the sharded state needs {gigabytes(training.state_bytes())}, which leaves nothing of {memory}"
     verdict = "fits" if max_tokens <= limit else "does not fit"
+    own = gigabytes(training.state.on_demand_bytes)
     more = gigabytes(training.state.whole_bytes - training.state.unsharded_bytes)
     return (
-        f"{memory} would hold a microbatch of {limit:,} tokens, so --max-tokens {max_tokens} {verdict}; to "
-        f"communicate once a step would take {more} more"
+        f"{memory} would hold a microbatch of {limit:,} tokens beside {own} of ODC's own, so --max-tokens {max_tokens} "
+        f"{verdict}; to communicate once a step, FSDP would take {more} more"
     )

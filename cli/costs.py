@@ -22,6 +22,7 @@ from odc.balance import (
 from odc.balance.checks import FloatArray
 from odc.balance.costs.context_parallel import ContextParallel
 from odc.balance.costs.devices import DEVICES, Device
+from odc.balance.plan import Comm
 from odc.cli.lengths import MOST_TOKENS, check_ends
 from odc.errors import shorten, shown
 
@@ -76,13 +77,17 @@ class Training:
     def group_size(self) -> int:
         return self.group.size if self.group else 1
 
-    def memory_bytes(self, peak_tokens: int) -> int:
-        """Peak per device when the largest microbatch has so many tokens."""
-        return self.state.bytes + self.activations.bytes(-(-peak_tokens // self.group_size))
+    def state_bytes(self, comm: Comm = "odc") -> int:
+        """Of parameters, gradients and Adam's state on a device, and of what ODC keeps for the other ranks."""
+        return self.state.bytes + (self.state.on_demand_bytes if comm == "odc" else 0)
 
-    def most_tokens(self) -> int:
+    def memory_bytes(self, peak_tokens: int, comm: Comm = "odc") -> int:
+        """Peak per device when the largest microbatch has so many tokens."""
+        return self.state_bytes(comm) + self.activations.bytes(-(-peak_tokens // self.group_size))
+
+    def most_tokens(self, comm: Comm = "odc") -> int:
         """The largest microbatch that fits; 0 if the model itself does not."""
-        left = self.device.memory_bytes - self.state.bytes
+        left = self.device.memory_bytes - self.state_bytes(comm)
         if left < self.activations.bytes(1):
             return 0
         return self.group_size * self.activations.max_tokens(left)

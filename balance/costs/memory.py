@@ -147,20 +147,26 @@ class ShardedState:
     Who communicates once a step keeps ``whole_bytes`` in place of the latter: all parameters in the type of the
     computation, all gradients in the type in which they are reduced, and those of one layer as backward leaves them.
 
-    Not counted: padding of shards to equal size, buffers of the transport, temporaries of the optimizer.
+    ODC has ``on_demand_bytes`` besides: the copy of a shard that other ranks read, in the type of the computation, and
+    the sum that they add to, in the type in which gradients are reduced.
+
+    Not counted: padding of shards to equal size, slots and words of a transport, temporaries of the optimizer.
 
     Example:
         >>> state = ShardedState.from_config("qwen2.5-7b", world_size=8)
         >>> f"{state.bytes / 1e9:.1f} GB, of which {state.sharded_bytes / 1e9:.1f} GB are sharded"
         '21.9 GB, of which 15.2 GB are sharded'
+        >>> f"{state.on_demand_bytes / 1e9:.1f} GB more with ODC"
+        '5.7 GB more with ODC'
     """
 
     sharded_bytes: int
     unsharded_bytes: int
     whole_bytes: int
+    on_demand_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("sharded_bytes", "unsharded_bytes", "whole_bytes"):
+        for name in ("sharded_bytes", "unsharded_bytes", "whole_bytes", "on_demand_bytes"):
             as_count(getattr(self, name), name, minimum=0)
 
     @classmethod
@@ -201,6 +207,7 @@ class ShardedState:
             sharded_bytes=shard * (master_bytes + grad_bytes + 2 * moment_bytes),
             unsharded_bytes=gathered * param_bytes + layers[0] * grad_bytes,
             whole_bytes=shape.num_parameters * (param_bytes + grad_bytes) + layers[0] * param_bytes,
+            on_demand_bytes=shard * (param_bytes + grad_bytes),
         )
 
     @property
