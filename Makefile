@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo demo-rl demo-multimodal test test-extended test-torch-versions lint docs bench bench-balance report clean
+.PHONY: help demo demo-rl demo-multimodal test test-extended test-torch-versions lint docs bench bench-balance clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 24
@@ -33,7 +33,7 @@ test: $(STAMP)  ## the tests, in three processes
 test-extended: $(STAMP)  ## all tests and all combinations (about twice as long)
 	$(SHARED_TESTS) -m "extended or not extended"
 
-TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0
+TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1
 
 test-torch-versions:  ## the FSDP tests under each supported torch, 5 to 7 GB each (TORCH_VERSIONS="2.10.0 2.12.1")
 	PYTHON=$(PYTHON) tests/torch_versions.sh $(TORCH_VERSIONS)
@@ -50,14 +50,10 @@ bench: $(STAMP)  ## bandwidth of the primitives against gloo and plain copies (r
 	mkdir -p runs
 	$(VENV)/bin/odc bench primitives --json runs/primitives.json
 
-bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; speed and quality of partitions (runs/*.json; about 12 minutes)
+bench-balance: $(STAMP)  ## the paper's Tables 4 and 6; quality of partitions, post-balancing (runs/*.json; about 12 minutes)
 	$(VENV)/bin/odc bench tables --json runs/tables.json
-	$(VENV)/bin/odc bench partition-speed --json runs/partition_speed.json
 	$(VENV)/bin/odc bench partition-quality --json runs/partition_quality.json
 	$(VENV)/bin/odc bench post-balance --json runs/post_balance.json
-
-report: $(STAMP)  ## what can be measured on this machine, as one document: runs/report/REPORT.md (about 22 minutes)
-	$(VENV)/bin/odc bench report
 
 clean:  ## remove everything the other targets made
 	rm -rf $(VENV) .venv-torch build runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,13 +2,9 @@
 
     odc bench host-time --ranks 2,4,8,16
     odc bench host-time --ranks 2,4,8 --hosts 2
-    odc bench host-time --streams
-
-With --streams ranks work on streams that pose as a GPU's: all is as there, but for the driver, whose calls are counted
-instead. Without, on host memory.
 
 Many tiny units (80 of 64 elements per shard): copying them costs nothing, so what is left is the work that an operation
-makes for the host, which on a GPU has to fit into the time that the kernels take. It starts the ranks itself.
+makes for the host. It starts the ranks itself.
 
 How it is measured. With more ranks than cores a rank that is timed must be alone. So ranks take turns: one calls an
 operation once for each unit, while the others wait in a receive of gloo, which takes no core. A sample is the mean over
@@ -18,7 +14,6 @@ the units of one turn; the tables show the median over ranks and repetitions wit
                  has the core, and a wait is not in it.
     wall us      beside it, because the other one does not see what the caller waits for: its own daemon thread (the two
                  share one GIL), another rank's, an answer over a socket.
-    calls        of the driver, by the thread that calls: launches, copies, waits for and writes of words
     all ranks    CPU of all threads of all ranks together, whoever works for the operation: an owner's daemon, a link's
                  thread. The turns' own part, measured by turns in which nothing is done, is taken off. One sample is
                  the sum over the ranks' turns, over their number.
@@ -30,8 +25,7 @@ Operations, per call (one unit), and that over the number of owners it deals wit
     gather        a later one. As FSDP calls it: into rows that it has made before; one's own is in its
                   place, so ranks - 1 owners
     push          scatter_accumulate, to all owners (one's own sum included); no other rank pushes, so no lock is waited
-                  for. With the daemon a push waits until all owners have taken the one before the last (``waits``);
-                 with --streams there are slots for all pushes of a turn, and it does not
+                  for. With the daemon a push waits until all owners have taken the one before the last (``waits``)
     finish        per minibatch: of the last rank to come, which waits for nobody; another one each time. In its wall
                   time the ranks that it wakes want the cores, too
     gradient      of one unit, one's own sum
@@ -41,7 +35,7 @@ Set-up: the slowest rank's wall time of ``Runtime.create``, all ranks at once on
 one rank; how many exchanges it makes (small messages through the store of the process group); the threads and
 descriptors it adds; shared memory per rank. The first of the repetitions is in it: modules are imported then.
 
-Not covered: contention, bytes (``odc bench primitives``), GPUs, FSDP's own host time.
+Not covered: contention, bytes (``odc bench primitives``), GPUs (``odc bench gpu --only host_time``), FSDP itself.
 """
 
 from __future__ import annotations
@@ -61,7 +55,6 @@ import torch.distributed as dist
 import typer
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.fake.cuda import FakeEngine, register_prompt_fakes
 from odc.bench.harness.benchmark import (
     Benchmark,
     Column,
@@ -75,7 +68,6 @@ from odc.bench.harness.benchmark import (
     summary,
 )
 from odc.bench.harness.ranks import Rank
-from odc.minibatch import daemon
 from odc.setup.agreement import ProcessGroupExchange
 from odc.units import Destination, Rows
 
@@ -95,7 +87,6 @@ class Settings:
     repetitions: int = 10
     setups: int = 5
     hosts: int = 1
-    streams: bool = False
 
     def units(self) -> list[UnitSpec]:
         """Equal ones, each of one parameter."""
@@ -105,8 +96,7 @@ class Settings:
     def config(self, rank: int, world_size: int, accumulate: str) -> RuntimeConfig:
         """Ranks of one machine pose as so many hosts."""
         host_id = f"host{rank * self.hosts // world_size}" if self.hosts > 1 else ""
-        transport = "fake_cuda_streams" if self.streams else "auto"
-        return RuntimeConfig(accumulate=accumulate, host_id=host_id, transport=transport)
+        return RuntimeConfig(accumulate=accumulate, host_id=host_id)
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,6 @@ class Sample:
     waits: int
     process_ns: int
     """CPU of all threads of this rank, also while the others had their turns."""
-    driver_calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,9 +152,6 @@ def measure_rank(me: Rank, settings: Settings, modes: Sequence[str]) -> list[Ran
     """One result for each mode of accumulating."""
     gc.collect()
     gc.freeze()  # or the collector would look at all that was imported, whenever it runs
-    if settings.streams:
-        register_prompt_fakes()
-        daemon.NUM_SLOTS = settings.num_units + 1  # what the looks at slots cost depends on how long owners take
     results = []
     for mode in modes:
         runtime, result = _set_up(me.rank, me.world_size, settings, mode)
@@ -248,22 +234,17 @@ class _Turns:
             time.sleep(QUIET_S)
         else:
             dist.recv(self._token, self._rank - 1)
-        waits, calls = self._runtime.stats.waits, self._driver_calls()
+        waits = self._runtime.stats.waits
         wall_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         for unit in self._units:
             call(unit)
         cpu_ns, wall_ns = time.thread_time_ns() - cpu_ns, time.perf_counter_ns() - wall_ns
-        waits, calls = self._runtime.stats.waits - waits, self._driver_calls() - calls
+        waits = self._runtime.stats.waits - waits
         if self._rank + 1 < self._world_size:
             dist.send(self._token, self._rank + 1)
         dist.barrier()
         time.sleep(QUIET_S)
-        self.samples.append(Sample(operation, wall_ns, cpu_ns, waits, time.process_time_ns() - process_ns, calls))
-
-    def _driver_calls(self) -> int:
-        """So far, by this thread."""
-        engine = self._runtime._transport.engine
-        return engine.num_launches() if isinstance(engine, FakeEngine) else 0
+        self.samples.append(Sample(operation, wall_ns, cpu_ns, waits, time.process_time_ns() - process_ns))
 
     def _finish(self, last: int) -> None:
         """Measured on rank ``last``, unless another rank was later than it."""
@@ -328,7 +309,6 @@ def _operation(name: str, settings: Settings, ranks: Sequence[RankResult]) -> di
         "waits_per_call": statistics.mean(sample.waits / calls for sample in samples),
         "cpu_us": cpu_us,
         "cpu_us_per_owner": cpu_us["median"] / num_owners,
-        "driver_calls": statistics.mean(sample.driver_calls / calls for sample in samples),
         "wall_us": summary([sample.wall_ns * 1e-3 / calls for sample in samples]),
     }
     if name != "finish":
@@ -348,7 +328,6 @@ def measure(
     run: Run,
     ranks: Annotated[Numbers, typer.Option(parser=numbers, help="Numbers of ranks.")] = RANKS,
     hosts: Annotated[int, typer.Option(min=1, help="The ranks pose as so many hosts: tcp between them.")] = 1,
-    streams: Annotated[bool, typer.Option("--streams", help="On streams that pose as a GPU's.")] = False,
     accumulate: Annotated[
         list[str] | None,
         typer.Option(help="Who adds to an owner's sum: direct (the client), daemon (a thread of the owner), or both."),
@@ -362,11 +341,9 @@ def measure(
     if min(ranks) < max(2, hosts):
         raise ValueError(f"--ranks {ranks}: expected at least 2, and one for each host")
     check_known(accumulate=(modes, ("direct", "daemon")))
-    if hosts > 1 and ("direct" in modes or streams):
-        raise ValueError(
-            "--hosts: ranks of several hosts share no memory, so neither --accumulate direct nor --streams"
-        )
-    settings = Settings(units, numel, repetitions, setups, hosts, streams)
+    if hosts > 1 and "direct" in modes:
+        raise ValueError("--hosts: ranks of several hosts share no memory, so not --accumulate direct")
+    settings = Settings(units, numel, repetitions, setups, hosts)
     run.begin(len(ranks) * len(modes) * (repetitions + 1))
     cells: list[dict[str, Any]] = []
     for world_size in ranks:
@@ -381,15 +358,6 @@ def figures(result: Entries) -> Figures:
             calls = [cell["operations"][name]["cpu_us"]["median"] for name in ("publish", "gather", "push", "finish")]
             costs = " | ".join(f"{microseconds:.0f} us" for microseconds in calls)
             yield f"| {cell['ranks']} |", f" {costs} | {1e3 * cell['setup']['cpu_s']['median']:.0f} ms |"
-
-
-def figures_streams(result: Entries) -> Figures:
-    cells = {(cell["ranks"], cell["accumulate"]): cell["operations"] for cell in result["cells"]}
-    for ranks in sorted({ranks for ranks, _ in cells}):
-        direct, daemon = cells[ranks, "direct"], cells[ranks, "daemon"]
-        rows = [direct["publish"], direct["gather"], direct["push"], daemon["push"]]
-        costs = " | ".join(f"{row['cpu_us']['median']:.0f} us, {row['driver_calls']:.0f}" for row in rows)
-        yield f"| {ranks} |", f" {costs} |"
 
 
 _KEYS = (Column("ranks", "ranks"), Column("accumulate", "accumulate"))
@@ -407,7 +375,6 @@ BENCHMARK = Benchmark(
         _costs(f"CPU us of the calling thread, one call, median (20th-80th percentile); {_WHERE}", "cpu_us", ".1f"),
         _costs("the same over the number of owners", "cpu_us_per_owner", ".1f"),
         _costs("wall us", "wall_us", ".0f"),
-        _costs("calls of the driver", "driver_calls", ".1f"),
         _costs("CPU us of all ranks together", "all_ranks_cpu_us", ".0f"),
         _costs("waits", "waits_per_call", ".1f"),
         Table(
@@ -425,5 +392,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"ranks": Numbers(2, 4), "repetitions": 3, "setups": 2},
-    figures=(("docs/performance.md", figures, ["host_time"]), ("docs/gpu.md", figures_streams, ["host_time_streams"])),
+    figures=(("docs/performance.md", figures, ["host_time"]),),
 )

@@ -45,6 +45,8 @@ class Check:
 CHECKS = (
     Check("kernels", "kernels equal their plain-torch twins", "odc.bench.gpu.kernels:check", 900),
     Check("kernel_speed", "kernels move bytes as fast as copies", "odc.bench.gpu.kernel_speed:check", 600),
+    Check("host_time", "what asking costs a host, with real layers", "odc.bench.gpu.host_time:check", 300),
+    Check("overlap", "what transfers take from a matmul", "odc.bench.gpu.overlap:check", 300),
     Check("transport", "memory and order between processes", "odc.bench.gpu.transport:check", 600),
     Check("protocol", "random minibatches on real streams", "odc.bench.gpu.protocol:check", 1200),
     Check("soak", "no push is lost under uneven load", "odc.bench.gpu.soak:check", 1800),

@@ -13,7 +13,6 @@ among them are shown as the tables that the module declares. :data:`BENCHMARK` h
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 import statistics
@@ -218,7 +217,6 @@ class Run:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         console = Console(stderr=True, quiet=is_quiet, width=None if sys.stderr.isatty() else 140)
         self.progress = Progress(*columns, console=console, transient=True, disable=is_quiet)
-        self._prefix = ""
         self._bar = self.progress.add_task("", total=None)
 
     @property
@@ -228,7 +226,7 @@ class Run:
 
     def begin(self, total: float, description: str = "") -> None:
         """Tell how many steps there are."""
-        self.progress.reset(self._bar, total=total, description=self._prefix + description)
+        self.progress.reset(self._bar, total=total, description=description)
 
     def advance(self, amount: float = 1.0) -> None:
         """So many steps are done."""
@@ -236,15 +234,7 @@ class Run:
 
     def describe(self, description: str) -> None:
         """What is being done now."""
-        self.progress.update(self._bar, description=self._prefix + description)
-
-    def part(self, prefix: str, about: Mapping[str, Any]) -> Run:
-        """For another benchmark that is a part of this one: it shows its progress here, behind ``prefix``, and has a
-        result of its own, which ``about`` begins."""
-        part = copy.copy(self)
-        part._prefix, part.about = f"{prefix}: ", about
-        part.status, part.missed, part.environment, part.json = 0, [], {}, None
-        return part
+        self.progress.update(self._bar, description=description)
 
     def miss(self, text: str) -> None:
         """An aim was not reached: the command ends with status 1. With ``--quick`` too little is measured to say so."""

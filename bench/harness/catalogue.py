@@ -9,18 +9,15 @@ from types import ModuleType
 from odc.bench.harness.benchmark import Benchmark
 
 ROOMS = {
-    "communication": ("primitives", "host_time", "fsdp_host_time", "memory", "uneven"),
+    "communication": ("primitives", "host_time", "fsdp_host_time", "memory", "uneven", "links"),
     "training": (
         *("demo", "demo_rl", "multimodal", "stream_training", "trainers"),
         *("emulated", "late_binding", "context_parallel", "multimodal_emulated"),
     ),
     "batching": ("batching", "peers", "loading"),
-    "planning": (
-        *("planning", "tables", "partition_speed", "partition_quality", "post_balance", "multimodal_simulated"),
-    ),
+    "planning": (*("planning", "tables", "partition_quality", "post_balance", "multimodal_simulated"),),
     "proof": ("conformance", "parity", "chaos"),
     "gpu": ("gpu",),
-    "reporting": ("report",),
 }
 
 

@@ -6,7 +6,7 @@ samples of the shuffled set, a microbatch has at most as many tokens as the long
 is idle time over total time of all minibatches. "Native" balances batches of 256 samples per device before it
 cuts them, which the paper does not state.
 
-Not covered: Tables 3 and 5 (throughput), which need GPUs; ``odc bench report`` sets emulated devices beside them.
+Not covered: Tables 3 and 5 (throughput), which need GPUs; ``odc bench emulated`` has devices that pose as such.
 """
 
 from __future__ import annotations

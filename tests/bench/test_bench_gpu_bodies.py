@@ -23,11 +23,13 @@ from odc.bench.gpu import (
     bandwidth,
     forms,
     hangs,
+    host_time,
     items,
     kernel_speed,
     kernels,
     late_binding,
     no_host_sync,
+    overlap,
     protocol,
     sft,
     soak,
@@ -276,6 +278,23 @@ def test_measured_transfers_become_a_table(tmp_path: Path) -> None:
     assert TransferTable.load(tmp_path / "table.json") == TransferTable(
         ((1 << 21, "kernel"), (0, "copy_engine")), "daemon"
     )
+
+
+def test_matmuls_beside_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted; one after the other, so neither is slower. What a GPU makes of it stays open."""
+    monkeypatch.setitem(host_time.LAYERS, "7B", (8, 8, 16))
+    for name, value in (("SIDE", 16), ("WIDTHS", ((2, 8),)), ("_LAUNCHES", 2)):
+        monkeypatch.setattr(overlap, name, value)
+    with interpreted() as k:
+        for name in ("gather_parts", "scatter_accumulate_parts", "PartRows", "PeerTable"):
+            monkeypatch.setattr(overlap, name, getattr(k.parts, name))
+        rows = overlap.measure(SimpleNamespace(device=torch.device("cpu")), 1)  # type: ignore[arg-type]
+    assert [(row["owners"], row["transfer"]) for row in rows] == [
+        ("device", "gather"),
+        ("device", "push"),
+        ("host", "gather"),
+    ]
+    assert all(row["bytes_per_s"] > 0 and row["loss"] > 0 for row in rows)
 
 
 def of_speed(ratio: float, judged: bool = True) -> dict[str, Any]:

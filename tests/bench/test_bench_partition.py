@@ -1,25 +1,9 @@
-"""Layer 1: no processes but one that measures its own memory. The benchmarks of partitions, on small sizes."""
+"""Layer 1: no processes. The benchmark of partitions, on small sizes."""
 
 from __future__ import annotations
 
 from odc.bench.harness.benchmark import Run
 from odc.bench.planning.partition_quality import measure_law, measure_random
-from odc.bench.planning.partition_speed import compare, peak_memory_bytes
-
-
-def test_speed_compares_both_forms_on_the_same_costs() -> None:
-    result = compare(64, 8, repetitions=3)
-    for name in ("odc", "textbook"):
-        times = result[name]["time_s"]
-        assert 0 < times["min"] <= times["median"] <= times["max"]
-    assert result["speedup"] == result["textbook"]["time_s"]["median"] / result["odc"]["time_s"]["median"]
-    assert result["never_a_larger_makespan"]
-    assert 0 <= result["odc"]["largest_excess"] <= result["textbook"]["largest_excess"]
-
-
-def test_memory_is_that_of_the_partition() -> None:
-    """An interpreter with numpy, but without what this process imported."""
-    assert 10e6 < peak_memory_bytes(512, 8) < 200e6
 
 
 def test_quality_is_measured_against_something_better() -> None:

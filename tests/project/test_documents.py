@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from odc._version import DISTRIBUTION, install_command
 from odc.balance import policy_names
+from odc.bench.gpu.host_time import LAYERS, parameters
 from odc.bench.harness.figures import Figure, figures, update
 from odc.bench.planning import multimodal_sizes
 from odc.cli.app import app
@@ -133,6 +134,22 @@ def test_the_plan_in_documents_is_what_the_command_prints() -> None:
     assert f"\nodc {command} " in readme
     advice = re.findall(r"That of the last command:\n\n```text\n(.+?)```", readme, re.S)[0]
     assert _lines(advice) == printed[printed.index("") + 1 :] != []
+
+
+def test_the_estimate_for_eight_gpus_is_the_arithmetic_that_it_names() -> None:
+    """Link 350 GB/s, copies 2.7 TB/s, 450 TFLOP/s."""
+    text = (ROOT / "docs/gpu.md").read_text().split("## What to expect on eight H100s")[1].split("\n## ")[0]
+    rows = {
+        name.strip(): cells
+        for name, *cells in (line.strip("|").split("|") for line in text.splitlines() if line[:2] == "| ")
+    }
+    for column, (layer, (width, *_)) in enumerate(LAYERS.items()):
+        params = sum(parameters(layer))
+        forwards = [(2 * params * T + 2 * T * T * width) / 450e9 for T in (1024, 4096, 16384)]
+        gather, staged = 7 / 8 * 2 * params / 350e6, 2 * params / 2.7e9
+        expected = [f"{2 * params / 1e6:.0f} MB", f"{gather:.2f}", f"{2 * gather:.2f}", "the same"]
+        expected += [f"{2 * staged:.2f} and {3 * staged:.2f}", *(f"{ms:.1f}" for ms in forwards)]
+        assert [cells[column].strip() for cells in list(rows.values())[1:]] == expected
 
 
 @pytest.mark.parametrize(

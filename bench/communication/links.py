@@ -1,0 +1,144 @@
+"""How much longer a gather takes where ranks that are out of step meet at one owner. Links as fluids, no bytes.
+
+    odc bench links
+
+Each rank computes, gathers, computes, and so on; how long it computes is drawn anew each time, so that ranks are out of
+step. Each has a link that takes in as much as it gives out (NVLink through a switch), and all that crosses shares links
+as max-min fairness has it: nobody gets less so that somebody gets more who has more already. A gather reads from all
+other ranks, from one after the other, from two at a time, or from all of them.
+
+One after the other, ranks in step form a ring and take turns; out of step they meet. The kernels' programs begin with
+owners side by side, so that a launch is with all of them; copies are ordered so that two engines are with two.
+
+Not covered: latency, messages of different sizes, what else uses a link.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, summary
+
+RATIOS = (0.0, 1.0, 4.0, 10.0)
+_TINY = 1e-12
+
+
+@dataclass
+class Reader:
+    """What reads from one owner after the other: ``left`` slices, of which it is at number ``at``."""
+
+    rank: int
+    at: int
+    left: int
+    slice: float
+    """Of a gather, which is 1."""
+    rest: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rest = self.slice
+
+    def read(self, amount: float) -> None:
+        self.rest -= amount
+        if self.rest < _TINY:
+            self.at, self.left, self.rest = self.at + 1, self.left - 1, self.slice
+
+
+def max_min_rates(flows: Sequence[tuple[int, int]]) -> list[float]:
+    """The rate of each flow (into rank, out of rank); all links carry 1 each way.
+
+    >>> max_min_rates([(0, 2), (1, 2), (1, 3)])
+    [0.5, 0.5, 0.5]
+    >>> max_min_rates([(0, 2), (1, 2), (4, 3)])
+    [0.5, 0.5, 1.0]
+    """
+    links: dict[tuple[str, int], set[int]] = {}
+    for number, (into, out_of) in enumerate(flows):
+        links.setdefault(("in", into), set()).add(number)
+        links.setdefault(("out", out_of), set()).add(number)
+    room, rates = dict.fromkeys(links, 1.0), [0.0] * len(flows)
+    while any(links.values()):
+        rate, full = min((room[link] / len(there), link) for link, there in links.items() if there)
+        for number in list(links[full]):
+            rates[number] = rate
+            for link, there in links.items():
+                if number in there:
+                    there.discard(number)
+                    room[link] -= rate
+    return rates
+
+
+def gather_times(num_ranks: int, num_readers: int, ratio: float, num_gathers: int, seed: int) -> list[float]:
+    """Of each gather of each rank, over what it takes alone; ``ratio``: of the mean computation to that."""
+    choice, now, found = random.Random(seed), 0.0, list[float]()
+    begin_at = {rank: choice.random() * (1 + ratio) for rank in range(num_ranks)}  # those that compute
+    began, readers, counts = dict[int, float](), dict[int, list[Reader]](), [0] * num_ranks
+    others = num_ranks - 1
+    while min(counts) < num_gathers:
+        active = [reader for each in readers.values() for reader in each if reader.left]
+        owners = [(one.rank + 1 + one.at % others) % num_ranks for one in active]
+        rates = max_min_rates(list(zip((one.rank for one in active), owners, strict=True)))
+        steps = [one.rest / rate for one, rate in zip(active, rates, strict=True)]
+        step = min([*steps, *(at - now for at in begin_at.values())])
+        now += step
+        for one, rate in zip(active, rates, strict=True):
+            one.read(rate * step)
+        for rank in [rank for rank, each in readers.items() if not any(reader.left for reader in each)]:
+            found.append(now - began[rank])
+            counts[rank] += 1
+            begin_at[rank] = now + ratio * choice.uniform(0.5, 1.5)
+            del readers[rank]
+        for rank in [rank for rank, at in begin_at.items() if at - now < _TINY]:
+            del begin_at[rank]
+            began[rank], size = now, 1 / (others * num_readers)
+            starts = [number * others // num_readers for number in range(num_readers)]
+            readers[rank] = [Reader(rank, start, others, size) for start in starts]
+    return found
+
+
+def measure(
+    run: Run,
+    ranks: Annotated[int, typer.Option(min=3, help="Of one host, behind one switch.")] = 8,
+    gathers: Annotated[int, typer.Option(min=1, help="Of each rank, at least, in each repetition.")] = 40,
+    repetitions: Annotated[int, typer.Option(min=1, help="Draws of computations.")] = 5,
+) -> Entries:
+    run.begin(len(RATIOS))
+    rows: list[dict[str, Any]] = []
+    for ratio in RATIOS:
+        row: dict[str, Any] = {"ratio": ratio}
+        for way, readers in (("one", 1), ("two", 2), ("all", ranks - 1)):
+            means = [gather_times(ranks, readers, ratio, gathers, seed) for seed in range(repetitions)]
+            row[way] = summary([sum(times) / len(times) for times in means])
+        rows.append(row)
+        run.advance()
+    return {"rows": rows}
+
+
+def figures(result: Entries) -> Figures:
+    for row in result["rows"]:
+        cells = " | ".join(f"{row[way]['median']:.2f}" for way in ("one", "two", "all"))
+        yield f"| {row['ratio']:g} |", f" {cells} |"
+
+
+BENCHMARK = Benchmark(
+    measure,
+    "20 s, quick 2 s",
+    (
+        Table(
+            "rows",
+            "time of a gather over that of one alone, {settings[ranks]} ranks, median (20th-80th percentile)",
+            (Column("computation over gather", "ratio", "g"),),
+            (
+                Column("one owner after the other", "one", ".2f"),
+                Column("two at a time", "two", ".2f"),
+                Column("all", "all", ".2f"),
+            ),
+        ),
+    ),
+    quick={"gathers": 10, "repetitions": 2},
+    figures=(("docs/gpu.md", figures, ["links"]),),
+)
