@@ -39,6 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
         own_shm.leave_dev_shm()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if os.environ.get("ODC_TEST_DEVICE") == "cuda" and item.get_closest_marker("on_host"):
+        pytest.skip("it looks at memory of a host, or at what poses as a GPU there")
+
+
 def _odc_descriptors() -> set[str]:
     """memfds of ours that this process still holds."""
     found = set()

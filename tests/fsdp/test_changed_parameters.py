@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from training import build, loss_of, shard, tokens, use_up, wrap
+from training import DEVICE, build, loss_of, shard, tokens, use_up, wrap
 
 import odc
 from odc.fsdp_patch.guard import SAMPLE_BYTES, SAMPLE_PLACES, DeviceComparison
@@ -169,7 +169,7 @@ def changed_in_between(rank: int, world_size: int, kind: str, where: str) -> str
             fully_shard(part)
     else:
         net = FullyShardedDataParallel(
-            net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True, device_id=torch.device("cpu")
+            net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True, device_id=DEVICE
         )
     x = torch.randn(3, 16, requires_grad=True)
 

@@ -260,6 +260,7 @@ def peak(rank: int, world_size: int, way: str, width: int) -> int:
     return min(found[1:])
 
 
+@pytest.mark.on_host
 def test_a_step_takes_less_memory_by_the_flat_buffers() -> None:
     width = 1024
     unit = 4 * 2 * width * width

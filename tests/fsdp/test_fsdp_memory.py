@@ -82,6 +82,7 @@ def largest_unit(size: tuple[int, int]) -> int:
     "kind",
     ["fsdp2", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("fsdp1", "fsdp2-bf16", "fsdp1-flat"))],
 )
+@pytest.mark.on_host
 def test_overhead_is_published_shards_sums_and_one_units_slots(kind: str) -> None:
     with_odc, without = run_ranks(2, peaks, kind, True)[0], run_ranks(2, peaks, kind, False)[0]
     for size, (ours, report), (plain, _) in zip(SIZES, with_odc, without, strict=True):

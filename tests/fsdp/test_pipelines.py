@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as schedules_of_torch
-from training import Block, largest_difference, use_up
+from training import DEVICE, Block, largest_difference, use_up
 
 import odc
 from odc.fsdp_patch.compat import torch_version
@@ -72,8 +72,7 @@ def train(rank: int, name: str, scale_grads: bool, num_microbatches: int, patche
         fully_shard(module, mesh=mesh["dp"])
     sessions = [odc.patch_fsdp(module) for module in modules.values()] if patched else []
     stages = [
-        PipelineStage(modules[number], number, num_stages, torch.device("cpu"), group=mesh["pp"].get_group())
-        for number in numbers
+        PipelineStage(modules[number], number, num_stages, DEVICE, group=mesh["pp"].get_group()) for number in numbers
     ]
     kind = getattr(schedules_of_torch, name)
     schedule = kind(

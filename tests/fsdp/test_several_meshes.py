@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from training import BOTH, each_way, largest_difference, use_up
+from training import BOTH, DEVICE, each_way, largest_difference, use_up
 
 import odc
 from odc.fsdp_patch.compat import param_groups, torch_version
@@ -404,7 +404,7 @@ def tensor_run(rank: int, counts: Sequence[int], use_odc: bool) -> dict[str, Any
 def fsdp1_run(rank: int, counts: Sequence[int], use_odc: bool, pairs: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
     """A layer over two ranks each, inside a model over all."""
     model = build_dense()
-    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    options: dict[str, Any] = {"device_id": DEVICE, "use_orig_params": True}
     model[1] = FullyShardedDataParallel(model[1], process_group=pairs[rank // 2], **options)
     wrapped = FullyShardedDataParallel(model, **options)
     with odc.patch_fsdp(wrapped) if use_odc else nullcontext():
@@ -471,6 +471,7 @@ def runs_on_devices(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.extended
+@pytest.mark.on_host
 def test_several_meshes_over_memory_of_devices_train_as_one_process() -> None:
     found = run_ranks(4, runs_on_devices, timeout_s=120)
     for layout in ON_DEVICES:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils import clip_grad
-from training import Block, build, largest_difference, loss_of, tokens
+from training import DEVICE, Block, build, largest_difference, loss_of, tokens
 
 import odc
 from odc.fsdp_patch.automatic import AutomaticPatching
@@ -167,9 +167,7 @@ def named_arguments(rank: int, world_size: int, how: str, patched: bool) -> dict
     try:
         torch.manual_seed(0)
         options = {"use_orig_params": True} if how != "partial" else {}
-        model = WRAPPERS[how](
-            module=Named(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), **options
-        )
+        model = WRAPPERS[how](module=Named(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=DEVICE, **options)
         assert isinstance(model, FullyShardedDataParallel)
         # Not fused: such a step refuses the shape of this scaler's flag, under plain FSDP1, too.
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)

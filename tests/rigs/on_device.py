@@ -3,7 +3,7 @@
 Tests do not say on which device their models are. Here a mode puts what they make there, as
 ``torch.set_default_device`` does, but with the random numbers of a CPU: references are computed on one. Collectives of
 plain FSDP and of DTensor, for which gloo has no memory of devices, go through the host. Two posing hosts need NVSHMEM,
-so tests with more than one fail there.
+so tests with more than one are left out (``process_ranks``), as are those of a host's memory (marker ``on_host``).
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import on_device
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -176,6 +177,8 @@ def run_ranks(
     """Run ``body`` on every rank and return what each returned; raise the first rank's error otherwise."""
     results = start_ranks(world_size, body, *args, env=env).join(timeout_s)
     for rank, result in enumerate(results):
+        if on_device.NAME == "cuda" and "it serves one host, the ranks are on 2" in str(result.error):
+            pytest.skip("ranks that pose as two hosts share one GPU, which NVSHMEM refuses")
         if result.error is not None:
             raise AssertionError(f"rank {rank}: {result.error_type}: {result.error}")
         assert result.exitcode == 0, f"rank {rank} has given its result, and ended with {result.exitcode}"

@@ -29,7 +29,8 @@ import odc.bench.harness.benchmark  # noqa: F401
 
 _WORLD_SIZE = 61
 
-if training.DEVICE.type == "cpu":  # a process that has used a GPU cannot be forked
+# A process that has used a GPU cannot be forked; nor, where torch is built for CUDA, one that has made a backward.
+if training.DEVICE.type == "cpu" and not torch.backends.cuda.is_built():
     with warnings.catch_warnings(action="ignore"):
         torch.set_num_threads(1)  # a fork has none of the others
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=_WORLD_SIZE)
