@@ -49,9 +49,9 @@ class Comparison:
         return self.simulations.get(BASELINE) or next(iter(self.simulations.values()))
 
     def best(self, comm: Comm) -> Simulation | None:
-        """The fastest with this kind of communication; of equally fast ones the first."""
+        """The fastest that fits with this kind of communication, else the fastest; of equally fast ones the first."""
         candidates = [simulation for (_, kind), simulation in self.simulations.items() if kind == comm]
-        return max(candidates, key=lambda simulation: simulation.samples_per_time, default=None)
+        return max(candidates, key=lambda each: (self.fits(each), each.samples_per_time), default=None)
 
     @property
     def variation(self) -> float:
@@ -218,6 +218,8 @@ def recommend(found: ByOrder) -> str:
     if odc is None or fsdp is None:
         chosen = odc or fsdp or comparison.baseline
         text = f"The fastest of these is {COMM_NAMES[chosen.comm]} with {chosen.policy}."
+    elif comparison.fits(fsdp) and not comparison.fits(odc):
+        chosen, text = fsdp, f"Stay with FSDP and {fsdp.policy}: with ODC {misfit(comparison, odc)}"
     elif odc.speedup(fsdp) - 1 < NOT_WORTH_IT:
         chosen, text = fsdp, _stay(comparison, fsdp, odc)
     else:
@@ -279,7 +281,7 @@ def misfit(comparison: Comparison, simulation: Simulation) -> str:
     """What needs how much memory, and what to do."""
     training, longest, comm = comparison.training, int(comparison.lengths.max()), simulation.comm
     memory = training.device.memory_bytes
-    limit = training.most_tokens()  # with either
+    limit = training.most_tokens(comm)
     tokens = simulation.peak_tokens if limit else 1
     needed = training.memory_bytes(tokens, comm)
     if limit:
@@ -350,7 +352,7 @@ def memory_note(training: Training, max_tokens: int) -> str:
     limit = training.most_tokens()
     memory = gigabytes(training.device.memory_bytes)
     if limit == 0:
-        return f"the sharded state needs {gigabytes(training.state_bytes())}, which leaves nothing of {memory}"
+        return f"with ODC the sharded state needs {gigabytes(training.state_bytes())}, which leaves nothing of {memory}"
     verdict = "fits" if max_tokens <= limit else "does not fit"
     own = gigabytes(training.state.on_demand_bytes)
     more = gigabytes(training.state.whole_bytes - training.state.unsharded_bytes)

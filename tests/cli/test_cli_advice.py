@@ -118,6 +118,17 @@ def _saved(path: Path, pattern: list[int], times: int = 256) -> str:
     return str(path)
 
 
+def test_where_only_fsdp_fits_it_is_advised(tmp_path: Path) -> None:
+    """32B on eight H100s: ODC's own memory is what is too much."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(["900", "300", "200", "100"] * 64))
+    found = plan(str(lengths), "--model", "qwen2.5-32b", "--world-size", "8", "--max-tokens", "1000", "--no-reorder")
+    fits = {row["comm"]: row["fits"] for row in found["policies"]}
+    assert fits == {"collective": True, "odc": False}
+    assert found["recommendation"].startswith("Stay with FSDP and ")
+    assert ": with ODC the model's sharded state alone needs 102 GB of 80 GB. Use more" in found["recommendation"]
+
+
 def test_a_state_that_does_not_fit() -> None:
     found = plan("aime", *SMALL[:4], "--model", "qwen2.5-72b", "--world-size", "2", *BOTH)
     assert found["recommendation"].startswith("Does not fit: the model's sharded state alone needs ")
