@@ -3,7 +3,7 @@
 A collective wants one flat buffer, so FSDP2 copies: its own shard in, what was gathered out into each parameter, and
 all gradients into one buffer before the reduce-scatter. One-sided communication wants none of that. FSDP2's public
 doors (``set_custom_all_gather``) hand over these buffers, so they come too late; but three functions do all of the
-staging, the same ones in torch 2.9 to 2.13. While a session is in a model they are replaced, for its units only
+staging, the same ones in torch 2.9 to 2.14. While a session is in a model they are replaced, for its units only
 (:data:`STAGING`). What is around them, states, prefetching, resharding and the freeing of parameters, is FSDP2's own.
 
 A parameter that is sharded on dimension 0 is its owners' slices one after the other, padded to equal length; one that
@@ -81,7 +81,7 @@ class InPlace:
 
     Args:
         params: with the dtype each is computed in; small ones last, as in the published shards and in the sums.
-        grad_dtype: of what is pushed.
+        grad_dtype: of what is pushed, at most.
         held: the model's, for memory that a device may still read.
     """
 

@@ -901,7 +901,7 @@ MUTANTS = (
     Mutant(
         "minibatch-a-push-in-bf16-is-first-twice",
         "Pushes of one minibatch that arrive together, some in bf16 and some in float32, are written to the sum once for each dtype instead of added: gradients of the first ones are lost.",
-        ("tests/minibatch/test_parts.py::test_sums_of_what_is_sent_in_bf16_have_the_bits_of_float32",),
+        ("tests/minibatch/test_parts.py::test_pushes_of_two_dtypes_that_arrive_together_are_added",),
         "odc/minibatch/accumulators.py",
         (
             (

@@ -32,7 +32,8 @@ class UnitSpec:
     """One unit: what a gather reads from each owner and what a push adds at each owner.
 
     ``shard_numel`` elements of ``dtype`` are published per rank. ``params`` are the trainable parameters in the
-    order in which their gradients lie in a push; gradients travel in ``grad_dtype``.
+    order in which their gradients lie in a push; gradients travel in ``grad_dtype``, or in a narrower one in which they
+    were computed.
 
     Example:
         >>> params = (odc.ParamSlice("weight", 8), odc.ParamSlice("bias", 4))

@@ -431,10 +431,11 @@ class CudaRuntime:
 
     def copy_memory(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
         """The current stream copies ``sizes[i]`` bytes from one address to another, for every i, in any order."""
+        in_a_batch = self._takes_batches
         try:
-            self._call(copy_memory, self._stream, targets, sources, sizes, self._takes_batches)
+            self._call(copy_memory, self._stream, targets, sources, sizes, in_a_batch)
         except OdcError as problem:
-            if not self._takes_batches:
+            if not in_a_batch:
                 raise
             self._takes_batches = False  # not of this memory, or not here; if it is something else, that comes again
             logger.warning("odc: copies are asked for one by one, which takes a host longer: %s", problem)

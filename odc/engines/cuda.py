@@ -194,7 +194,7 @@ class CudaEngine(Engine):
                     offsets=offsets,
                     own_in_place=own_in_place,
                 )
-        if copies:
+        if copies and num_owners > own_in_place:
             owners = _two_by_two(rotated(rank, num_owners)[: num_owners - own_in_place])
             targets, sources = [out.data_ptr() for out in outs], [shard.data_ptr() for shard in shards]
             self._copy_memory(

@@ -394,8 +394,11 @@ class AccumulationDaemon:
                 f"rank {who} announced its push {number} where {expected_number} comes next: twice the same, or out "
                 f"of order. {OUR_FAULT}"
             )
-        if not 0 <= unit_index < len(units):
-            raise ProtocolError(f"rank {who} pushed to unit {unit_index}: there are {len(units)}. {OUR_FAULT}")
+        if not (0 <= unit_index < len(units) and 0 <= narrow < len(_NARROW)):
+            raise ProtocolError(
+                f"rank {who} pushed to unit {unit_index}, dtype {narrow}: there are {len(units)}, {len(_NARROW)}. "
+                f"{OUR_FAULT}"
+            )
         unit = units[unit_index]
         present = None if whole else [bool(flag) for flag in header[_HEADER.size : _HEADER.size + len(unit.params)]]
         expected = unit.pushed_numel(present)

@@ -21,7 +21,7 @@ import torch
 
 HEADER = struct.Struct("=BxxxIQQQ")
 KEY_BYTES = 16
-WIRE_VERSION = 3  # of what travels between hosts, greetings included
+WIRE_VERSION = 4  # of what travels between hosts, greetings included
 MAX_TEXT_BYTES = 8192
 MAX_RANKS = 1 << 24
 CHUNK_BYTES = 4 << 20

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import odc.kernels.chunked
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc.minibatch.daemon import AccumulationDaemon
 from odc.units import Destination, Layout, Rows, segments
 
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -327,6 +328,35 @@ def test_sums_of_what_is_sent_in_bf16_have_the_bits_of_float32(mode: str, world_
             assert torch.equal(found[0], expected)
 
     values(run_threads(world_size, body))
+
+
+@pytest.mark.parametrize("mode", ["daemon", "device-daemon"])
+def test_pushes_of_two_dtypes_that_arrive_together_are_added(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To one sum, whichever comes first; nobody has pushed to it before."""
+    look, sizes = AccumulationDaemon._look, list[int]()
+
+    def look_for_all(self: AccumulationDaemon) -> tuple[list[int], list[int]]:
+        announced, arrived = look(self)
+        if len(arrived) < 3:
+            return announced, []
+        sizes.append(len(arrived))
+        return announced, arrived
+
+    monkeypatch.setattr(AccumulationDaemon, "_look", look_for_all)
+    units = [([Param(3, 5), Param(6, 2)], torch.float32)]
+
+    def body(exchange: ThreadExchange) -> None:
+        with create(exchange, specs_of(units, 3), MODES[mode]) as runtime:
+            dtype = torch.float32 if exchange.rank == 1 else torch.bfloat16
+            for minibatch in range(2):
+                begin(runtime)
+                pushes = [[Push(0, (True, True), 0, False, dtype, minibatch)]] * 3
+                runtime.scatter_accumulate(0, as_pushed(pushes[0][0], units[0][0], 3, exchange.rank))
+                runtime.finish()
+                check_sums(runtime, units, pushes, exchange.rank)
+
+    values(run_threads(3, body))
+    assert sizes == [3] * 6
 
 
 class Allocated(TorchDispatchMode):
