@@ -42,6 +42,7 @@ import typer
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.communication.late import ALL_GATHER, REDUCE_SCATTER, measure_late
+from odc.bench.gpu.device import on_a_stream
 from odc.bench.harness.benchmark import (
     Benchmark,
     Column,
@@ -175,7 +176,7 @@ def measure_size(me: Rank, num_bytes: int, repetitions: int, **options: Any) -> 
     workload = Workload(me, num_bytes, **options)
     samples: dict[tuple[str, str], list[float]] = {}
     started = time.monotonic()
-    with workload.runtime:
+    with workload.runtime, on_a_stream(me.device):
         for index in range(repetitions + 1):
             for operation, by, call, end in workload.repetition():
                 seconds = timed(me, call, end, workload.pushes if workload.lags else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -13,6 +14,12 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
     """One of torch's pool of streams."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
+
+
+def on_a_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, the current stream is not the default one, which takes no batches of copies; nor is it where FSDP
+    communicates."""
+    return torch.cuda.stream(new_stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def timing_event() -> torch.cuda.Event:

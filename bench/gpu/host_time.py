@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from odc.bench.gpu.device import on_a_stream
 from odc.bench.gpu.setting import Report, Setting, require, run_ranks
 from odc.bench.harness.benchmark import Column, Table, summary
 from odc.bench.harness.ranks import Rank
@@ -44,7 +45,8 @@ def measure(rank: Rank, repetitions: int) -> list[dict[str, Any]]:
     engine = CudaRuntime(rank.device).engine()
     bf16, fp32 = torch.bfloat16, torch.float32
     engine.prepare([(bf16, bf16, fp32)])
-    cells = [costs(engine, rank.device, name, owners, repetitions) for name in LAYERS for owners in OWNERS]
+    with on_a_stream(rank.device):
+        cells = [costs(engine, rank.device, name, owners, repetitions) for name in LAYERS for owners in OWNERS]
     engine.close()
     return cells
 

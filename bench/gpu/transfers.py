@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from odc.bench.communication.primitives import size_of, size_text
+from odc.bench.gpu.device import on_a_stream
 from odc.bench.harness.benchmark import Column, Table
 from odc.bench.harness.ranks import Rank
 from odc.engines.base import COPY_ENGINE, KERNEL, TransferTable
@@ -53,7 +54,8 @@ def measure_transfers(rank: Rank, sizes: Sequence[int], repetitions: int) -> dic
         transport.open(num_signals=1, num_locks=0, num_bytes=2 * max(sizes))
         buffer = transport.allocate(max(sizes) // rank.world_size, "transfers")
         transport.seal()
-        samples = [_measure(rank, transport, buffer, size, repetitions) for size in sizes]
+        with on_a_stream(rank.device):
+            samples = [_measure(rank, transport, buffer, size, repetitions) for size in sizes]
         rank.meet()
     finally:
         transport.close()

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from odc.bench.gpu.device import on_a_stream
 from odc.bench.gpu.setting import Report, Setting, require, run_ranks
 from odc.bench.gpu.streams import streams_of
 from odc.bench.harness.ranks import Rank
-from odc.engines.base import Addition, Part
+from odc.engines.base import COPY_ENGINE, Addition, Part, TransferTable
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology
 from odc.transports import registry
@@ -237,12 +238,21 @@ def parameters_of_their_own(rank: Rank, transport: Transport) -> None:
     require(not is_atomic or torch.equal(sums, pushed.sum(0)), "what was pushed to the sums is not in them")
 
 
+def parameters_by_copies(rank: Rank, transport: Transport) -> None:
+    """The same by copies alone, many by one call where the driver takes that."""
+    with on_a_stream(rank.device):
+        transport.engine.choose_by(TransferTable(((0, COPY_ENGINE),)))
+        parameters_of_their_own(rank, transport)
+        transport.engine.choose_by(TransferTable.default())
+
+
 PARTS: tuple[Callable[[Rank, Transport], None], ...] = (
     memory_by_rank,
     order_of_streams,
     engine_copies_and_adds,
     slots_filled_and_added,
     parameters_of_their_own,
+    parameters_by_copies,
     atomic_additions,
 )
 

@@ -1,30 +1,11 @@
-"""Reference partitions for the benchmarks: the textbook differencing method, and exhaustive search."""
+"""Reference partitions for the benchmarks, by exhaustive search."""
 
 from __future__ import annotations
-
-import heapq
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
-
-
-def karmarkar_karp(costs: Sequence[float], k: int) -> list[list[int]]:
-    """The largest differencing method as textbooks have it: a heap of tuples of ``k`` (load, items) each."""
-    heap = []
-    for serial, cost in enumerate(costs):
-        parts: list[tuple[float, list[int]]] = [(cost, [serial])] + [(0.0, []) for _ in range(k - 1)]
-        heap.append((-cost, serial, parts))
-    heapq.heapify(heap)
-    for serial in range(len(costs), 2 * len(costs) - 1):
-        _, _, a = heapq.heappop(heap)
-        _, _, b = heapq.heappop(heap)
-        merged = [(x + y, p + q) for (x, p), (y, q) in zip(a, reversed(b), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
-    return [items for _, items in heap[0][2]]
 
 
 def optimal_makespan(costs: FloatArray, k: int, *, equal_size: bool) -> float:

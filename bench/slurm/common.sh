@@ -14,6 +14,7 @@ gpus=${GPUS_PER_NODE:-8}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) # head would end early, and scontrol by SIGPIPE
 port=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a host must not share a port
 status=0
+numa=(--numa-binding node) # each rank to the processors beside its GPU; empty it where torchrun fails to do so
 
 part() { # name, command...: note a failure and go on
     local name=$1
@@ -27,7 +28,7 @@ on_every_host() { # command...: once per host
 }
 
 launch() { # torchrun's own arguments and the script: a rank per GPU, on all hosts of the job
-    on_every_host --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$gpus" \
+    on_every_host --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$gpus" "${numa[@]}" \
         --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$first:$port" "$@"
 }
 

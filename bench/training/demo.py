@@ -57,7 +57,7 @@ def measure(
         typer.Option("--alternatives", help="Also ODC staged, ODC, FSDP2 and DDP once a step, and no communication."),
     ] = False,
     dtype: Annotated[
-        Literal["fp32", "bf16"], typer.Option(help="What is computed in, and gathered; gradients travel in fp32.")
+        Literal["fp32", "bf16"], typer.Option(help="What is computed in, and gathered; gradients are summed in fp32.")
     ] = "fp32",
 ) -> Entries:
     check_examples(SCRIPT, "transformers", "tokenizers", "matplotlib")
