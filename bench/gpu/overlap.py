@@ -7,7 +7,6 @@ one that is too narrow has fewer bytes under way than the link can carry. Choose
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 from odc.bench.gpu import host_time
 from odc.bench.gpu.device import new_stream
 from odc.bench.gpu.setting import Report, Setting, run_ranks
-from odc.bench.gpu.timing import by_clock, by_events
+from odc.bench.gpu.timing import interleaved
 from odc.bench.harness.benchmark import Column, Table
 from odc.bench.harness.ranks import Rank
 from odc.kernels.parts import COLUMNS, MAX_PARTS, PartRows, gather_parts, scatter_accumulate_parts
@@ -28,7 +27,7 @@ from odc.kernels.peers import PeerTable
 LAYER, OWNERS, SIDE = "7B", 8, 8192
 WIDTHS = ((64, 8), (32, 16), (16, 32), (8, 32))
 """Programs, and warps of each."""
-_MATMULS, _LAUNCHES = 4, 12  # of a repetition: launches go on for longer than matmuls
+_MATMULS = 4  # of a repetition
 _TABLE = Table(
     "rows",
     "matmuls beside transfers of one layer, medians",
@@ -77,27 +76,27 @@ def timed(
     launch: Callable[[], object], matmul: Callable[[], object], device: torch.device, repetitions: int
 ) -> dict[str, float]:
     """Median seconds of a transfer and of a matmul alone, and of a matmul beside transfers in another stream."""
-    is_cuda = device.type == "cuda"
-    stream = new_stream(device) if is_cuda else None
+    stream = new_stream(device) if device.type == "cuda" else None
 
-    def beside(repetition: int) -> None:
-        """From where the current stream is."""
+    def matmuls(repetition: int) -> None:
+        for _ in range(_MATMULS):
+            matmul()
+
+    alone = interleaved({"transfer": lambda repetition: launch(), "matmuls": matmuls}, repetitions, device)
+    transfer_s, alone_s = (alone[name]["median"] for name in ("transfer", "matmuls"))
+
+    def begin(repetition: int) -> None:
+        """From where the current stream is, transfers for twice as long as the matmuls take alone."""
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            for _ in range(_LAUNCHES):
+            for _ in range(2 + int(2 * alone_s / transfer_s)):
                 launch()
 
-    operations = {
-        "transfer_s": lambda repetition: launch(),
-        "alone_s": lambda repetition: [matmul() for _ in range(_MATMULS)],
-        "begin": beside,
-        "beside_s": lambda repetition: [matmul() for _ in range(_MATMULS)],
+    beside_s = interleaved({"begin": begin, "matmuls": matmuls}, repetitions, device)["matmuls"]["median"]
+    return {
+        "transfer_s": transfer_s,
+        "alone_s": alone_s / _MATMULS,
+        "beside_s": beside_s / _MATMULS,
+        "loss": beside_s / alone_s,
     }
-    samples: dict[str, list[float]] = {name: [] for name in operations}
-    for repetition in range(-1, repetitions):
-        for name, seconds in (by_events if is_cuda else by_clock)(operations, repetition).items():
-            if repetition >= 0:
-                samples[name].append(seconds / (_MATMULS if name in ("alone_s", "beside_s") else 1))
-    medians = {name: statistics.median(values) for name, values in samples.items() if name != "begin"}
-    return medians | {"loss": medians["beside_s"] / medians["alone_s"]}

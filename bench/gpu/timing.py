@@ -24,7 +24,7 @@ def interleaved(
 
     On a GPU by events, with the launches queued beforehand, so that the host's speed is not part of the time.
     """
-    measure = by_events if device.type == "cuda" else by_clock
+    measure = _by_events if device.type == "cuda" else _by_clock
     samples: dict[str, list[float]] = {name: [] for name in operations}
     for repetition in range(-2, repetitions):
         for name, seconds in measure(operations, repetition + 2).items():
@@ -33,7 +33,7 @@ def interleaved(
     return {name: summary(seconds) for name, seconds in samples.items()}
 
 
-def by_events(operations: Mapping[str, Operation], repetition: int) -> dict[str, float]:
+def _by_events(operations: Mapping[str, Operation], repetition: int) -> dict[str, float]:
     spin(_LEAD_CYCLES)
     events = []
     for name, operation in operations.items():
@@ -46,7 +46,7 @@ def by_events(operations: Mapping[str, Operation], repetition: int) -> dict[str,
     return {name: seconds_between(start, end) for name, start, end in events}
 
 
-def by_clock(operations: Mapping[str, Operation], repetition: int) -> dict[str, float]:
+def _by_clock(operations: Mapping[str, Operation], repetition: int) -> dict[str, float]:
     seconds = {}
     for name, operation in operations.items():
         started = time.perf_counter()

@@ -283,8 +283,8 @@ def test_measured_transfers_become_a_table(tmp_path: Path) -> None:
 def test_matmuls_beside_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted; one after the other, so neither is slower. What a GPU makes of it stays open."""
     monkeypatch.setitem(host_time.LAYERS, "7B", (8, 8, 16))
-    for name, value in (("SIDE", 16), ("WIDTHS", ((2, 8),)), ("_LAUNCHES", 2)):
-        monkeypatch.setattr(overlap, name, value)
+    monkeypatch.setattr(overlap, "SIDE", 16)
+    monkeypatch.setattr(overlap, "WIDTHS", ((2, 8),))
     with interpreted() as k:
         for name in ("gather_parts", "scatter_accumulate_parts", "PartRows", "PeerTable"):
             monkeypatch.setattr(overlap, name, getattr(k.parts, name))
