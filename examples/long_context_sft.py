@@ -231,7 +231,8 @@ def say_memory(args: argparse.Namespace, config: Any, device: torch.device) -> s
     activations = ActivationMemory.from_config(
         config, dtype_bytes=size, recompute=args.checkpointing, logits="chunked", chunk_tokens=LOSS_CHUNK
     ).bytes(args.max_tokens)
-    state = ShardedState.from_config(config, dist.get_world_size(), param_bytes=size).bytes
+    found = ShardedState.from_config(config, dist.get_world_size(), param_bytes=size)
+    state = found.bytes + (found.on_demand_bytes if args.odc else 0)
     there = f", of {torch.cuda.get_device_properties(device).total_memory / GIB:.1f}" if device.type == "cuda" else ""
     return (
         f"expected memory of a rank: {state / GIB:.2f} GiB of model and optimizer, {activations / GIB:.2f} GiB of "
