@@ -1,4 +1,4 @@
-"""The partition with the smallest makespan, proved: a search for covers, then a mixed integer program."""
+"""The partition with the smallest makespan, proved by a search for covers, or how far the best known one may be off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from odc.balance.partition.cover import MAX_ITEMS, search_covers
 from odc.balance.partition.differencing import Parts
 from odc.balance.partition.instance import ROUNDING, TOLERANCE, Instance
 from odc.balance.partition.kway import canonical, fill_empty, split_by_cost
-from odc.balance.partition.mip import solve_mip
 from odc.errors import shown
 
 
@@ -70,18 +69,16 @@ def exact_partition(
     """Split the items 0 .. len(costs) - 1 into ``k`` parts with the smallest makespan.
 
     The makespan is the largest total cost of a part, divided by the part's speed if there are ``speeds``.
-    The best of ``start`` and the heuristics is what a solver must beat; if that meets a lower bound, none
-    is started. Up to 40 items are searched by :mod:`odc.balance.partition.cover`; more items, and instances
-    for which that would take too much memory, are a mixed integer program for the solver CBC. A program of more
-    than 100,000 variables, about one per item and part, is not tried: then, as where the time is over, the
-    result is the best of ``start`` and the heuristics, with the gap to the bound that is known.
+    The best of ``start`` and the heuristics is what a search must beat; if that meets a lower bound, none
+    is started. Up to 40 items are searched by :mod:`odc.balance.partition.cover`. For more items, and where the search
+    runs out of time or memory, the result is the best that is known, with the gap to the bound that is known.
 
     Args:
         costs: one number per item, 0 or at least 1e-140, at most 1e140 in all.
         k: number of parts, at least 1.
         equal_size: all parts get ``len(costs) / k`` items.
         speeds: one number per part, from 1e-9 to 1e9. Default: all 1.
-        time_limit_s: for all of it; may be exceeded by 2 seconds, and by what the heuristics need (what
+        time_limit_s: for all of it; may be exceeded by what the heuristics need (what
             :func:`odc.balance.karmarkar_karp` takes).
         start: ``k`` lists of indices, together every index once.
 
@@ -91,8 +88,6 @@ def exact_partition(
 
     Raises:
         ValueError: an argument is not as described.
-        ImportError: CBC is needed and pulp is not installed.
-        RuntimeError: CBC is needed and is not there, or fails.
 
     Example:
         >>> found = exact_partition([8, 7, 6, 5, 4], 2)
@@ -103,8 +98,6 @@ def exact_partition(
     instance = _checked(as_costs(costs), as_count(k, "k", maximum=MAX_PARTS), equal_size, speeds, time_limit_s, start)
     if not instance.proved and instance.costs.size <= MAX_ITEMS:
         search_covers(instance)
-    if not instance.proved and instance.seconds_left() > 0:
-        solve_mip(instance)
     parts = [sorted(part) for part in instance.parts]
     if speeds is None:
         if not equal_size:

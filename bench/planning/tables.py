@@ -83,19 +83,6 @@ def read_cells() -> list[Cell]:
         ]
 
 
-def read_throughput() -> dict[Cell, float]:
-    """The published samples per second and device of Tables 3 and 5, by the cells of Tables 4 and 6 that they belong
-    to."""
-    bubbles = {(c.dataset, c.model, c.method, c.minibatch_size): c for c in read_cells()}
-    with (files("odc.bench.planning") / "throughput.csv").open() as file:
-        return {
-            bubbles[row["dataset"], row["model"], row["method"], int(row["minibatch_size"])]: float(
-                row["samples_per_s_per_device"]
-            )
-            for row in csv.DictReader(file)
-        }
-
-
 def simulate_cells(cells: Sequence[Cell], num_samples: int) -> list[float]:
     """Bubble rates (percent) of cells that share dataset, model, devices and minibatch size."""
     first = cells[0]

@@ -79,7 +79,7 @@ _OTHER_PROJECT = re.compile(r"""\binstall(?: -\S+)* ['"]?odc(?![\w-])""")
 def test_the_distribution_has_one_name() -> None:
     assert _project(r'^name = "(.+)"$') == [DISTRIBUTION]
     assert DISTRIBUTION != "odc"  # another project on the package index
-    assert set(EXTRAS) >= {"cuda12", "cuda13", "plot", "examples", "exact", "dev"}
+    assert set(EXTRAS) >= {"cuda12", "cuda13", "plot", "examples", "dev"}
     assert install_command("plot") == f"pip install '{DISTRIBUTION}[plot]'"
 
 
