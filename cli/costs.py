@@ -27,6 +27,10 @@ from odc.cli.lengths import MOST_TOKENS, check_ends
 from odc.errors import shorten, shown
 
 _LARGEST_FILE = 2**26  # bytes of what is read whole
+HOST_RANKS = 8
+"""Ranks that NVLink connects."""
+LINK_SHARE = 350 / 450
+"""Of the data sheet's bandwidth, what collectives reach: nccl-tests' 345 to 370 GB/s of 450 on 8 H100."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class Training:
     state: ShardedState
     device: Device
     recompute: bool
+    transfers_s: tuple[float, float] = (0.0, 0.0)
+    """To gather a layer, and to reduce-scatter its gradients, with collectives."""
     group: ContextParallel | None = None
     """Devices that compute microbatches together; None: each computes its own."""
 
@@ -111,6 +117,7 @@ def make_training(
     recompute: bool,
     timings: Path | None,
     microbatch_cost: float | None = None,
+    transfers_ms: tuple[float | None, float | None] = (0.0, 0.0),
 ) -> Training:
     """Cost and memory of a model on a kind of device.
 
@@ -122,6 +129,8 @@ def make_training(
         recompute: the backward computes activations anew.
         timings: a CSV of lengths and seconds to fit the costs to, instead of FLOPs.
         microbatch_cost: seconds that a microbatch takes besides its samples; None: what timings say, else nothing.
+        transfers_ms: to gather a layer and to reduce-scatter its gradients; None: what their bytes take over NVLink, in
+            bf16 and in float32. Nothing for more ranks than it connects, and beside timings, which may have them.
 
     Raises:
         ValueError: something cannot be read or is not known.
@@ -139,15 +148,27 @@ def make_training(
             microbatch_cost,
             f"{about}, and {microbatch_cost:g} s for each microbatch (--microbatch-cost)",
         )
+    shape = TransformerShape.from_config(model)
+    has_link = timings is None and world_size <= HOST_RANKS
+    received = sum(shape.layer_parameters) / shape.num_layers * (world_size - 1) / world_size if has_link else 0.0
+    byte_s = 1 / (LINK_SHARE * hardware.links["nvlink"])
+    transfers_s = (
+        byte_s * received * 2 if transfers_ms[0] is None else transfers_ms[0] / 1e3,
+        byte_s * received * 4 if transfers_ms[1] is None else transfers_ms[1] / 1e3,
+    )
+    if any(transfers_s):
+        gather, scatter = (f"{1e3 * seconds:.3g}" for seconds in transfers_s)
+        about += f", and {gather} ms to gather a layer and {scatter} to push its gradients, unless compute hides it"
     return Training(
         cost,
         microbatch_s,
         about,
-        TransformerShape.from_config(model),
+        shape,
         ActivationMemory.from_config(model, recompute=recompute, logits="chunked"),
         ShardedState.from_config(model, world_size),
         hardware,
         recompute,
+        transfers_s,
     )
 
 

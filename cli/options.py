@@ -72,9 +72,26 @@ Noise = Annotated[
     float, typer.Option("--noise", min=0.0, help="Relative error of the cost estimates, e.g. 0.2.", **_TRUTH)
 ]
 GatherMs = Annotated[
-    float, typer.Option("--gather-ms", min=0.0, help="Time to gather one layer with collectives.", **_TRUTH)
+    float | None,
+    typer.Option(
+        "--gather-ms",
+        min=0.0,
+        help="Time to gather one layer with collectives; default: that of its bytes over NVLink, for up to 8 ranks "
+        "without --timings, else 0.",
+        show_default=False,
+        **_TRUTH,
+    ),
 ]
-ScatterMs = Annotated[float, typer.Option("--scatter-ms", min=0.0, help="Time to reduce-scatter one layer.", **_TRUTH)]
+ScatterMs = Annotated[
+    float | None,
+    typer.Option(
+        "--scatter-ms",
+        min=0.0,
+        help="Time to reduce-scatter one layer; default: as for --gather-ms.",
+        show_default=False,
+        **_TRUTH,
+    ),
+]
 OdcSlower = Annotated[
     float, typer.Option("--odc-slower", min=0.0, help="ODC's transfers take so many times as long.", **_TRUTH)
 ]

@@ -21,7 +21,7 @@ from odc.balance.rearrange.from_home import FromHome
 from odc.cli import options
 from odc.cli.comparison import ByOrder, compare, memory_note, recommend, reordered, table, to_json
 from odc.cli.context_parallel import POLICIES, compare_sizes, parse_groups, report_groups
-from odc.cli.costs import make_training
+from odc.cli.costs import Training, make_training
 from odc.cli.lengths import check_enough, cut, describe, read_lengths, some_of
 from odc.cli.modalities import parse_modalities, read_dataset
 from odc.cli.output import check_finite, check_plot, errors_in_one_line, output, progress_bar
@@ -64,8 +64,8 @@ def plan(
         str | None, typer.Option("--speeds", help="Comma-separated speed of each rank, e.g. 1,1,1,0.8.")
     ] = None,
     noise: options.Noise = 0.0,
-    gather_ms: options.GatherMs = 0.0,
-    scatter_ms: options.ScatterMs = 0.0,
+    gather_ms: options.GatherMs = None,
+    scatter_ms: options.ScatterMs = None,
     odc_slower: options.OdcSlower = 1.0,
     overlap: options.Overlap = 1.0,
     minibatches: Annotated[int, typer.Option("--minibatches", min=1, help="Plan at most so many.")] = 200,
@@ -124,13 +124,20 @@ def plan(
         check_plot(plot)
         if panel != "all" and plot is None:
             raise ValueError(f"--panel {panel} is drawn into a file: expected --plot too, e.g. --plot {panel}.png")
-        check_finite(mfu=mfu, noise=noise, gather_ms=gather_ms, scatter_ms=scatter_ms, odc_slower=odc_slower)
+        check_finite(mfu=mfu, noise=noise, gather_ms=gather_ms or 0, scatter_ms=scatter_ms or 0, odc_slower=odc_slower)
         check_finite(overlap=overlap, chars_per_token=chars_per_token, microbatch_cost=microbatch_cost or 0.0)
         check_options(
             context, with_modalities=bool(modality), with_groups=context_parallel is not None, with_rollouts=rollouts
         )
         training = make_training(
-            model, device, mfu, world_size, recompute=recompute, timings=timings, microbatch_cost=microbatch_cost
+            model,
+            device,
+            mfu,
+            world_size,
+            recompute=recompute,
+            timings=timings,
+            microbatch_cost=microbatch_cost,
+            transfers_ms=(0.0, 0.0) if modality else (gather_ms, scatter_ms),
         )
         count_tokens = TokenCounter(tokenizer, chars_per_token)
         if modality:
@@ -170,7 +177,7 @@ def plan(
             speeds=_speeds(speeds),
             seed=seed,
         )
-        machines = _machines(gather_ms / 1e3, scatter_ms / 1e3, odc_slower, overlap, noise, seed, recompute=recompute)
+        machines = _machines(training, odc_slower, overlap, noise, seed)
         if groups is not None:
             with progress_bar() as progress:
                 num_minibatches = np.size(scenario.lengths) // (world_size * minibatch_size)
@@ -263,13 +270,14 @@ def _speeds(given: str | None) -> tuple[float, ...] | None:
 
 
 def _machines(
-    gather_s: float, scatter_s: float, odc_slower: float, overlap: float, noise: float, seed: int, *, recompute: bool
+    training: Training, odc_slower: float, overlap: float, noise: float, seed: int
 ) -> dict[Comm, Machine]:
     """What each kind of communication meets."""
-    common = Machine(noise=noise, seed=seed, overlap=overlap, forward_share=1 / 4 if recompute else 1 / 3)
+    share, (gather, scatter) = 1 / 4 if training.recompute else 1 / 3, training.transfers_s
+    common = Machine(noise=noise, seed=seed, overlap=overlap, forward_share=share)
     return {
-        "collective": replace(common, gather=gather_s, scatter=scatter_s),
-        "odc": replace(common, gather=gather_s * odc_slower, scatter=scatter_s * odc_slower),
+        "collective": replace(common, gather=gather, scatter=scatter),
+        "odc": replace(common, gather=gather * odc_slower, scatter=scatter * odc_slower),
     }
 
 

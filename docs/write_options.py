@@ -28,6 +28,12 @@ VARIABLES = {
         "`on`: FSDP2 copies what is gathered and pushed through flat buffers, as for collectives, instead of gathering "
         "into parameters and pushing out of gradients. For comparisons, and should that ever go wrong.",
     ),
+    config.SHARE: (
+        '"auto"',
+        "`on`, `off`, `auto` or a number of bytes: whether [the ranks of a host share]"
+        "(hosts.md#two-hosts-without-infiniband) parameters and gradients; overrides `share_in_host=` and "
+        "`--share-in-host`.",
+    ),
     config.ACCUMULATE: ('"auto"', "`direct`, `daemon` or `auto`; overrides `accumulate=` and `--accumulate`."),
     config.TIMEOUT: (
         "600",

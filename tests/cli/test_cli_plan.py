@@ -85,6 +85,32 @@ def test_communication_that_nothing_hides_costs_time() -> None:
     assert lost[1] > 1.5 * lost[0]  # twice as long; ranks with fewer microbatches have less of it
 
 
+@pytest.mark.parametrize(
+    ("options", "counted"),
+    [
+        ((), "1.17 ms to gather a layer and 2.33 to push its gradients"),  # as docs/gpu.md has them
+        (("--gather-ms", "0"), "0 ms to gather a layer and 2.33"),
+        (("--scatter-ms", "3"), "1.17 ms to gather a layer and 3 "),
+        (("--device", "a100"), "1.75 ms to gather a layer and 3.5 "),
+        (("--world-size", "1"), None),
+        (("--world-size", "16"), None),
+        (("--timings", "timings"), None),
+    ],
+    ids=str,
+)
+def test_transfers_within_a_host_are_counted_unless_they_are_given(
+    options: tuple[str, ...], counted: str | None, tmp_path: Path
+) -> None:
+    timings = tmp_path / "timings.csv"
+    timings.write_text("".join(f"{length},{length / 1000}\n" for length in range(1000, 9000, 1000)))
+    given = (str(timings) if option == "timings" else option for option in options)
+    costs = str(plan_json("aime", "--model", "qwen2.5-7b", "--minibatches", "2", *given)["costs"])
+    if counted is None:
+        assert " to gather " not in costs
+    else:
+        assert counted in costs
+
+
 def test_a_slow_rank_gets_less() -> None:
     arguments = ("aime", *SMALL, "--policy", "lb-mini", "--minibatch-size", "8", "--world-size", "4")
     found = plan_json(*arguments, "--speeds", "1,1,1,0.5")
