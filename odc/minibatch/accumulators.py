@@ -50,7 +50,8 @@ class StorePlan:
         Collective.
 
         Args:
-            prefers_daemon: what "auto" does on devices that could do either, by measurements of this machine.
+            prefers_daemon: what "auto" does on devices that could do either, by measurements of this machine or by
+                the dtype of gradients.
 
         Raises:
             ConfigError: "direct" was asked for where it cannot be: between hosts, on a device in float64, or where

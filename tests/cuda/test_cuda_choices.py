@@ -61,6 +61,20 @@ def test_a_measured_table_may_prefer_the_daemon(tmp_path: Path) -> None:
         TransferTable(((0, "copy_engine"),), "pigeon")
 
 
+def test_gradients_reduced_in_bf16_take_slots() -> None:
+    """Atomic additions would carry float32."""
+    unit = UnitSpec("layers.0", 1000, torch.bfloat16, (ParamSlice("w", 1000),), torch.bfloat16)
+    frozen = UnitSpec("layers.1", 1000, torch.bfloat16)
+
+    def slots(exchange: ThreadExchange, units: Sequence[UnitSpec], **options: Any) -> int:
+        config = RuntimeConfig(transport="fake_cuda", timeout_s=10, **options)
+        return slots_of(Runtime.create(exchange, units, config))
+
+    assert min(values(run_threads(2, lambda e: slots(e, [unit, frozen])))) > 0
+    assert values(run_threads(2, lambda e: slots(e, [unit, frozen], accumulate="direct"))) == [0, 0]
+    assert values(run_threads(2, lambda e: slots(e, [unit, *UNITS]))) == [0, 0]
+
+
 def test_one_rank_without_native_atomics_decides_for_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ What ``Session.publish_changed`` and ``pass_fences`` do, for a model that is tra
 - so does, for all models, who is about to wait for others: at the end of a minibatch, and before a collective of the
   script, where it goes on without if all others wait as well;
 - who waits for several completes whichever can be;
+- what others read is a copy of the parameters, which the script does not write to;
 - ranks that have ended a minibatch in different ways fail, and so does who waits in a fence while all others wait.
 
 Ranks run one program. Where they do, everybody reads what its owners had at the same place of it, and nobody waits for
@@ -25,7 +26,7 @@ TRAINED, FROZEN = 0, 1
 USE_TRAINED, USE_FROZEN, LEARN, TRAIN, CHANGE_TRAINED, CHANGE_FROZEN, COLLECTIVE, END = range(8)
 """``LEARN``: what a microbatch needs of the frozen model; ``TRAIN``: its forward and backward."""
 STEP_END, FENCE = "step", "fence"
-RULES = frozenset({"before a use", "before an end", "before a collective", "all", "any", "kinds", "stuck"})
+RULES = frozenset({"before a use", "before an end", "before a collective", "all", "any", "kinds", "stuck", "a copy"})
 
 
 class Model(NamedTuple):
@@ -197,7 +198,8 @@ class Search:
             + (self.program[: rank.at].count(END) if index == TRAINED else 0)
             for owner in range(self.num_ranks)
         ]
-        read = [other.models[index].published for other in state]
+        others = [other.models[index] for other in state]
+        read = [other.published if "a copy" in self.rules else other.own for other in others]
         after = with_model(rank, index, model._replace(is_open=model.is_open or operation == TRAIN))
         return replaced(state, number, gone_on(after)._replace(has_misread=rank.has_misread or read != expected))
 
