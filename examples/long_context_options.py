@@ -84,6 +84,9 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     how.add_argument("--policy", choices=policy_names(), help="(default: lb-mini; with --no-odc lb-micro)")
     how.add_argument("--online", action="store_true", help="tokenize while training: a stream in place of --policy")
     how.add_argument("--pool-size", type=int, default=64, help="with --online, samples of a rank to choose from")
+    how.add_argument(
+        "--share-in-host", choices=["auto", "on", "off"], default="auto", help="with --odc, see odc run --share-in-host"
+    )
     how.add_argument("--deterministic", action="store_true", help="with --odc: the same bits whatever the timing")
 
     training = parser.add_argument_group("training")

@@ -99,7 +99,8 @@ def train(
         loader.load_state_dict(saved["loader"])
         step, epoch = saved["step"], saved["loader"]["epoch"]
 
-    session = odc.patch_fsdp(model, deterministic=args.deterministic) if args.odc else None
+    options = {"deterministic": args.deterministic, "share_in_host": args.share_in_host}
+    session = odc.patch_fsdp(model, **options) if args.odc else None
 
     log = RunLog(args.out, vars(args), step)
     log.say(f"resumed from {path}" if path else "starting at the beginning")

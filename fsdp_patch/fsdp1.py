@@ -75,12 +75,12 @@ class Fsdp1Unit(Unit):
     # What it is
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
+    def shard_group(self) -> dist.ProcessGroup:
         group: dist.ProcessGroup = self._state.process_group
         return group
 
     @property
-    def replica_group(self) -> dist.ProcessGroup | None:
+    def copy_group(self) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup | None = getattr(self.module, "_inter_node_pg", None)
         return group
 
@@ -110,7 +110,7 @@ class Fsdp1Unit(Unit):
         dtype: torch.dtype = self.handle._reduce_dtype
         return dtype
 
-    def spec(self) -> UnitSpec:
+    def own_spec(self) -> UnitSpec:
         numel = self.flat_param._local_shard.numel()
         return UnitSpec(
             name=self.name,

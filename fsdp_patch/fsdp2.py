@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.compat import is_tested, param_groups
 from odc.fsdp_patch.fsdp2_extension import Extension
-from odc.fsdp_patch.fsdp2_subgroups import SubgroupUnit, smaller_mesh
 from odc.fsdp_patch.fsdp2_unit import Fsdp2Unit, OdcAllGather
 from odc.fsdp_patch.unit import check_grad_dtype, shadow
 from odc.timeline import Timeline
@@ -24,16 +23,14 @@ logger = logging.getLogger("odc")
 
 
 def find_fsdp2_units(model: nn.Module) -> list[Fsdp2Unit]:
-    """All FSDP2 units below ``model`` in module order (a unit shared by several modules appears once).
-
-    Where ``reshard_after_forward=<int>`` is used, all units are shared within the groups that it makes.
-    """
+    """All FSDP2 units below ``model`` in module order (a unit shared by several modules appears once)."""
     names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-    found = list(_groups(model))
-    mesh = next((smaller_mesh(group) for _, _, group in found if smaller_mesh(group) is not None), None)
-    if mesh is None:
-        return [Fsdp2Unit(module, group, name, names) for name, module, group in found]
-    return [SubgroupUnit(module, group, name, names, mesh) for name, module, group in found]
+    units = [Fsdp2Unit(module, group, name, names) for name, module, group in _groups(model)]
+    shared = {unit.shard_group.group_name: unit.sharing for unit in units if unit.is_sharded and unit.sharing}
+    for unit in units:  # of which some have reshard_after_forward=<int>: so that nothing crosses
+        if unit.is_sharded and unit.sharing is None and unit.copy_group is None:
+            unit.sharing = shared.get(unit.shard_group.group_name)
+    return units
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
@@ -72,7 +69,6 @@ def _check_unit(unit: Fsdp2Unit) -> None:
     if isinstance(group._all_gather_comm, OdcAllGather):
         raise UnsupportedError(f"{where} is patched already: close() the other session first")
     unit.check_doors(is_entered=False)
-    _check_smaller_mesh(unit, where)
     if unit.trainable:
         check_grad_dtype(where, unit.grad_dtype)
     for param in unit.params:
@@ -86,7 +82,7 @@ def _check_unit(unit: Fsdp2Unit) -> None:
                 "DTensor, or keep FSDP's own collectives"
             )
         if param.extension is not None:
-            _check_extension(unit, param.name, param.extension, where)
+            _check_extension(param.name, param.extension, where)
     if unit.process_group.size() == 1 and unit.replica_group is not None:
         logger.warning(
             "odc: %s is sharded over one rank and replicated, and is left to FSDP2: it all-reduces these gradients in "
@@ -95,33 +91,12 @@ def _check_unit(unit: Fsdp2Unit) -> None:
         )
 
 
-def _check_smaller_mesh(unit: Fsdp2Unit, where: str) -> None:
-    if isinstance(unit, SubgroupUnit) and unit.is_on_another_mesh:
-        raise UnsupportedError(
-            f"{where}: other units have reshard_after_forward=<int>, and are sharded over other ranks, which is not "
-            "supported: use True or False"
-        )
-    smaller = smaller_mesh(unit.group)
-    if smaller is None:
-        return
-    if hasattr(unit.group.mesh_info, "replicate_process_group"):
-        raise UnsupportedError(
-            f"{where}: reshard_after_forward=<int> on a mesh with replicas (HSDP) is not supported: use True or False"
-        )
-    assert isinstance(unit, SubgroupUnit)
-    if smaller.shard_mesh_size != unit.smaller.shard_mesh_size:
-        raise UnsupportedError(
-            f"{where}: reshard_after_forward={smaller.shard_mesh_size}, other units have "
-            f"{unit.smaller.shard_mesh_size}; one number for the whole model is supported"
-        )
-
-
-def _check_extension(unit: Fsdp2Unit, name: str, extension: Extension, where: str) -> None:
-    uses = f"{where}: parameter {name!r} uses the all-gather extension of {extension.kind}"
-    if isinstance(unit, SubgroupUnit):
-        raise UnsupportedError(f"{uses}, which FSDP2 itself cannot reshard to fewer ranks: use True or False")
+def _check_extension(name: str, extension: Extension, where: str) -> None:
     if not is_tested():
-        raise UnsupportedError(f"{uses}, with torch {torch.__version__}, for which nobody has tried it: switch it off")
+        raise UnsupportedError(
+            f"{where}: parameter {name!r} uses the all-gather extension of {extension.kind}, with torch "
+            f"{torch.__version__}, for which nobody has tried it: switch it off"
+        )
 
 
 def watch_forward_methods(model: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:

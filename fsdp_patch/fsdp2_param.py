@@ -63,13 +63,6 @@ class FsdpParam:
         parameter: torch.Tensor | None = getattr(self.inner, "_unsharded_param", None)
         return parameter
 
-    @property
-    def shared_by_fewer(self) -> torch.Tensor | None:
-        """The parameter that stands in the module behind a forward with ``reshard_after_forward=<int>``; another one
-        each time."""
-        parameter: torch.Tensor | None = getattr(self.inner, "_sharded_post_forward_param", None)
-        return parameter
-
     @functools.cached_property
     def numel(self) -> int:
         """Elements of :attr:`padded`."""

@@ -31,6 +31,7 @@ from odc.fsdp_patch.compat import is_tested, mp_policy, param_groups
 from odc.fsdp_patch.fsdp2_in_place import STAGING, Held, InPlace, is_small
 from odc.fsdp_patch.fsdp2_param import FsdpParam, have_gradients, reaches_optimizer
 from odc.fsdp_patch.pending import only_expected
+from odc.fsdp_patch.sharing import Sharing
 from odc.fsdp_patch.unit import (
     Communication,
     GradientShard,
@@ -99,7 +100,7 @@ class OdcAllGather(_OfUnit, AllGather):
         dtypes = [[dtype for _, dtype in inputs] for inputs in unit.inputs]
         sizes = [numel * dtype.itemsize for inputs in unit.inputs for numel, dtype in inputs]
         with handle.stream(into):
-            whole = torch.empty(unit.process_group.size() * sum(sizes), dtype=torch.uint8, device=self.device)
+            whole = torch.empty(unit.shard_group.size() * sum(sizes), dtype=torch.uint8, device=self.device)
         over.wait_stream(into)
         with handle.stream(over):
             self._communication.gather(self._index, whole, own_in_place=False)
@@ -132,8 +133,7 @@ class OdcReduceScatter(_OfUnit, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         present = self._unit.begin_push()
-        grads = self._unit.in_grad_dtype(input_tensor)
-        self._communication.scatter_accumulate(self._index, self._as_pushed(grads, present), present)
+        self._communication.scatter_accumulate(self._index, self._unit.in_grad_dtype(input_tensor), present)
         # [Note: Nothing until final] FSDP makes a .grad of this output now, but the sum is known only at the end of the
         # minibatch. Whatever is in it, Fsdp2Unit takes that .grad away again. Session.finish adds the sum, divided as
         # FSDP would have divided it.
@@ -147,10 +147,6 @@ class OdcReduceScatter(_OfUnit, ReduceScatter):
         present = self._unit.begin_push()
         self._communication.scatter_accumulate(self._index, in_place.rows(grads), present)
 
-    def _as_pushed(self, grads: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
-        """Gradients as FSDP lays them out, one row per rank, in the order of the ranks that they are pushed to."""
-        return grads
-
 
 _REPLACED = ("Default", "ProcessGroupAlloc")
 """Torch's own communication, by the beginning of its name: the second is a hint where it should allocate
@@ -160,8 +156,6 @@ _REPLACED = ("Default", "ProcessGroupAlloc")
 class Fsdp2Unit(Unit):
     """One ``FSDPParamGroup`` and the module that carries its doors."""
 
-    all_gather_type = OdcAllGather
-    reduce_scatter_type = OdcReduceScatter
     staging = f"staged ({STAGING_VARIABLE}=on)"
 
     def __init__(self, module: FSDPModule, group: Any, name: str, param_names: dict[int, str]) -> None:
@@ -174,6 +168,12 @@ class Fsdp2Unit(Unit):
             for i, p in enumerate(group.fsdp_params)
         ]
         self._is_offloaded = any(p.inner.offload_to_cpu for p in self.params)  # FSDP would wait before adding
+        smaller = group.post_forward_mesh_info
+        # Of ``reshard_after_forward=<int>``. On demand the ranks of each of its groups share the unit, in the forward,
+        # too, and FSDP2 keeps no shard of its own between forward and backward.
+        self._smaller = None if smaller is None or smaller == group.mesh_info else smaller
+        if self._smaller is not None and self.copy_group is None:
+            self.sharing = Sharing(smaller.shard_process_group, smaller.replicate_process_group)
         self._extensions = [p.extension for p in self.params if p.extension is not None]
         self.is_extended = bool(self._extensions)
         self.in_place: InPlace | None = None
@@ -197,7 +197,7 @@ class Fsdp2Unit(Unit):
         self.params.sort(key=is_small)
         self._sort()
         params = list(zip(self.params, self.compute_dtypes, strict=True))
-        self.in_place = InPlace(params, self.grad_dtype, self.process_group.size(), self.device, held)
+        self.in_place = InPlace(params, self.grad_dtype, self.shard_group.size(), self.device, held)
 
     def why_staged(self) -> str:
         """What keeps this unit from :meth:`do_without_staging`; or nothing."""
@@ -221,12 +221,12 @@ class Fsdp2Unit(Unit):
         return hasattr(self.group.mesh_info, "shard_process_group")
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
+    def shard_group(self) -> dist.ProcessGroup:
         group: dist.ProcessGroup = self.group.mesh_info.shard_process_group
         return group
 
     @property
-    def replica_group(self) -> dist.ProcessGroup | None:
+    def copy_group(self) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup | None = getattr(self.group.mesh_info, "replicate_process_group", None)
         return group
 
@@ -259,7 +259,7 @@ class Fsdp2Unit(Unit):
     @cached_property
     def num_ranks(self) -> int:
         """Whose gradients are summed."""
-        return self.process_group.size() * (self.replica_group.size() if self.replica_group else 1)
+        return self.shard_group.size() * (self.copy_group.size() if self.copy_group else 1)
 
     @property
     def pushes_behind_backward(self) -> bool:
@@ -325,7 +325,7 @@ class Fsdp2Unit(Unit):
             )
         return grads.to(self.grad_dtype)
 
-    def spec(self) -> UnitSpec:
+    def own_spec(self) -> UnitSpec:
         mixed = self.gather_dtype == torch.uint8
         self._numels = [
             sum(numel * (dtype.itemsize if mixed else 1) for numel, dtype in inputs) for inputs in self.inputs
@@ -480,10 +480,13 @@ class Fsdp2Unit(Unit):
 
     def enter(self, index: int, communication: Communication) -> Undo:
         undo_comms = self.swap_comms(
-            self.all_gather_type(self, index, communication), self.reduce_scatter_type(self, index, communication)
+            OdcAllGather(self, index, communication), OdcReduceScatter(self, index, communication)
         )
-        undo_post_backward = self._shadow_post_backward(communication)
-        undos = [undo_comms, undo_post_backward]
+        undos = [undo_comms, self._shadow_post_backward(communication)]
+        if self._smaller is not None:
+            if not self.group.is_sharded:  # since before this session, in FSDP2's own way
+                self.module.reshard()
+            undos.append(shadow(self.group, post_forward_mesh_info=self.group.mesh_info))
         if self.in_place is not None:
             undos += [STAGING.enter(), self.in_place.enter(), self._forget_results]
         elif self.is_extended:
@@ -568,7 +571,7 @@ class Fsdp2Unit(Unit):
                 for parameter, grad in aside:
                     parameter.grad = grad
             if self._is_sent:
-                is_waiting = self.replica_group is not None and not all_reduce_grads
+                is_waiting = self.copy_group is not None and not all_reduce_grads
                 self.waiting_factor = self.divide_factor if is_waiting else None
                 if not is_expected:
                     self.expect(communication.data_of, old=True)

@@ -114,7 +114,7 @@ class Guard:
 
     def compare(self, index: int) -> None:
         """Refuse a unit of which any element was changed. Raises as :meth:`check_gather`."""
-        found = self._comparison.compare(self._units[index].beside(self._runtime.published_shard(index)), index)
+        found = self._comparison.compare(self._units[index].beside(self._published(index)), index)
         if found is not None:
             self._fail(found)
         self.record(index)
@@ -159,12 +159,15 @@ class Guard:
 
     def is_any_changed(self, units: Iterable[int]) -> bool:
         """Whether any element of these units differs from what was published. Waits for the device."""
-        pairs = (pair for i in units for pair in self._units[i].beside(self._runtime.published_shard(i)))
+        pairs = (pair for i in units for pair in self._units[i].beside(self._published(i)))
         return self._comparison.any_differ(pairs)
+
+    def _published(self, index: int) -> torch.Tensor:
+        return self._units[index].own_part(self._runtime.published_shard(index))
 
     def _fail(self, index: int) -> NoReturn:
         unit = self._units[index]  # by its elements: a write that torch has counted may have changed others of them
-        parts = unit.beside_by_name(self._runtime.published_shard(index))
+        parts = unit.beside_by_name(self._published(index))
         name = next((name for name, pair in parts if not have_equal_bits(*pair)), None)
         what = f"a parameter of unit {unit.name!r}" if name is None else f"parameter {name!r}"
         text = (

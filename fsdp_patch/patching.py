@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -27,13 +28,23 @@ from odc.fsdp_patch.fsdp1 import (
 from odc.fsdp_patch.fsdp2 import check_fsdp2, check_fsdp2_meshes, find_fsdp2_units
 from odc.fsdp_patch.fsdp2_in_place import Held
 from odc.fsdp_patch.session import Connection, Session, close_failed
+from odc.fsdp_patch.sharing import num_named_groups, share_among
 from odc.fsdp_patch.unit import Unit
 from odc.liveness.gloo import end_connections, num_entered
 from odc.minibatch.partners import Counts
 from odc.minibatch.runtime import Mesh, Runtime
 from odc.rank.context import agree
-from odc.setup.agreement import Exchange, ProcessGroupExchange, raise_together, require_agreement, setup_timeout_s
+from odc.setup.agreement import (
+    Exchange,
+    ProcessGroupExchange,
+    gather_json,
+    raise_together,
+    require_agreement,
+    setup_timeout_s,
+)
+from odc.setup.topology import Topology
 from odc.timeline import Stats
+from odc.transports._memfd import available_bytes
 
 logger = logging.getLogger("odc")
 
@@ -48,6 +59,7 @@ def patch_fsdp(
     accumulate: str = "auto",
     accumulate_dtype: torch.dtype = torch.float32,
     deterministic: bool = False,
+    share_in_host: str | float = "auto",
     timeout_s: float = 600.0,
 ) -> Session:
     """Replace the collectives of an FSDP model by on-demand communication. Collective over the model's mesh.
@@ -62,6 +74,8 @@ def patch_fsdp(
         accumulate: "direct", "daemon" or "auto"; see :class:`odc.RuntimeConfig`.
         accumulate_dtype: dtype of gradient sums: float32 or float64; always float64 for float64 gradients.
         deterministic: bit-equal gradients whatever the timing, for one full gradient of memory per rank.
+        share_in_host: "on", "off", "auto" or a number of bytes: whether the ranks of a host share parameters and
+            gradients, where they are on several hosts; see :class:`odc.RuntimeConfig`.
         timeout_s: seconds without progress of another rank before a wait fails. ``ODC_TIMEOUT`` overrides it.
 
     Raises:
@@ -87,6 +101,7 @@ def patch_fsdp(
             accumulate=accumulate,
             accumulate_dtype=accumulate_dtype,
             deterministic=deterministic,
+            share_in_host=share_in_host,
             timeout_s=timeout_s,
         )
     except ConfigError as error:  # of this host's environment, perhaps
@@ -166,19 +181,23 @@ def _connect(
             exchanges[ranks] = ProcessGroupExchange(group, device, setup_timeout_s(config.timeout_s))
         return exchanges[ranks]
 
+    for units in meshes if config.most_shared_bytes != 0 else ():
+        _share_in_host(units, over(units[0].shard_group), config)
+    meshes = by_mesh([unit for units in meshes for unit in units])
     joined, partners = list[Mesh](), dict[Exchange, Counts]()
     for units in meshes:  # all that ranks have to agree in, before any memory is taken
         copies = units[0].replica_group
         replicas = over(copies) if copies is not None else None
         shards = over(units[0].process_group)
-        beside: dict[Exchange, Counts] = {over(group): counts for group, counts in find_partners(shards, units)}
+        around = over(units[0].shard_group)
+        beside: dict[Exchange, Counts] = {over(group): counts for group, counts in find_partners(around, units)}
         for one in (shards, replicas, *beside):
             if one is not None:
                 require_agreement(one, _agreement(units))
         partners = {**beside, **partners}
         # FSDP communicates nothing in a shard group of one, and neither do we: it leaves the gradients in .grad itself.
         if shards.world_size > 1:
-            _measure(shards, units)
+            _measure(around, units)
             joined.append(Mesh([unit.spec() for unit in units], shards, replicas))
     if any(spec.grad_dtype == torch.float64 for mesh in joined for spec in mesh.units):
         config = replace(config, accumulate_dtype=torch.float64)
@@ -195,6 +214,45 @@ def _connect(
         stats=stats,
     )
     return Connection(meshes[: len(joined)], runtime, [unit for units in meshes[len(joined) :] for unit in units])
+
+
+def _share_in_host(units: Sequence[Unit], exchange: ProcessGroupExchange, config: RuntimeConfig) -> None:
+    """Let the ranks of each host share the units of one mesh, if that is over several hosts. Collective over it.
+
+    Raises:
+        ConfigError: it was asked for, and cannot be.
+    """
+    if units[0].sharing is not None or units[0].copy_group is not None:
+        return  # the script has said who shares, or has
+    topology = Topology.discover(exchange, config.host_id, config.address)
+    if topology.num_hosts == 1:
+        return
+    size, most = topology.ranks_per_host(), config.most_shared_bytes
+    free, num_groups = zip(*gather_json(exchange, [_free_bytes(units[0].device), num_named_groups()]), strict=True)
+    if size is None or size == 1 or len(set(num_groups)) > 1:
+        if config.share_in_host == "on":
+            raise ConfigError(
+                f"share_in_host='on': the ranks that shard unit {units[0].name!r} are alone on their hosts, not as "
+                "many on each, not one host after the other in the order of their mesh, or in different numbers of "
+                "process groups: use 'auto' or 'off'"
+            )
+        return
+    sharing = share_among(exchange.global_ranks, size, topology.me)
+    on_device = units[0].device.type == "cuda"
+    left = min(free) / (2 if on_device else 2 * size) if most is None else most
+    for unit in units:
+        # Parameters and gradients of counterparts, in what they are kept in: a little more than what travels.
+        more = 2 * (sharing.num_homes - 1) * sum(shard.nbytes for shard, _ in unit.resident())
+        if more <= left:
+            unit.sharing, left = sharing, left - more
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Of the device, or of the host, whose ranks share it."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    free = available_bytes()
+    return math.inf if free is None else free
 
 
 def _measure(exchange: Exchange, units: Sequence[Unit]) -> None:
@@ -255,7 +313,7 @@ def default_group(model: nn.Module) -> tuple[dist.ProcessGroup, torch.device]:
     check_fsdp2_meshes(units)
     if units:
         first = by_mesh(units)[0][0]
-        return first.process_group, first.device
+        return first.shard_group, first.device
     raise ValueError(
         f"{type(model).__name__} has no FSDP modules: call torch.distributed.fsdp.fully_shard on its layers and on the "
         "model (or wrap it in FullyShardedDataParallel) first, then odc.patch_fsdp(model)"
@@ -332,7 +390,7 @@ def _around(inner: dist.ProcessGroup) -> list[dist.ProcessGroup]:
 
 def _named_groups(exchange: Exchange, units: Sequence[Unit]) -> list[dist.ProcessGroup]:
     """Those inside the shard group, of whatever mesh; of several of one name and size the last one."""
-    shard_group, found = units[0].process_group, dict[str, dist.ProcessGroup]()
+    shard_group, found = units[0].shard_group, dict[str, dist.ProcessGroup]()
     ranks = set(dist.get_process_group_ranks(shard_group))
     for name, group in (*_described(), *_dimensions(units)):
         is_named = name in CONTEXT or (name in EXPERTS and group.group_name != shard_group.group_name)

@@ -96,11 +96,6 @@ class Publisher:
             return None
         for index in list(self._without_full):
             pairs = self._units[index].full_parameters()
-            if pairs and not self._units[index].keeps_full_parameters:  # looked at anew each time, and not kept
-                found = next((sharded for full, sharded in pairs if full is tensor), None)
-                if found is not None:
-                    return found
-                continue
             self._full.update({id(full): (full, sharded) for full, sharded in pairs or []})
             if pairs or pairs is None:
                 self._without_full.discard(index)
@@ -123,11 +118,24 @@ class Publisher:
             only: this unit; the others have yet to have their turns.
         """
         self.gradients.step(owned)
-        for index, trainable in enumerate(self.trainable):
-            if self._runtime.state.is_published(index) or only not in (None, index):
-                continue
-            if trainable <= self.gradients.stepped or self._awaited(trainable) <= self.gradients.stepped:
-                self._publish(index, lockstep=True)
+        due = [
+            index
+            for index, trainable in enumerate(self.trainable)
+            if only in (None, index)
+            and not self._runtime.state.is_published(index)
+            and (trainable <= self.gradients.stepped or self._awaited(trainable) <= self.gradients.stepped)
+        ]
+        # What is shared and frozen does not cross hosts for nothing. If it was changed in a way that torch does not
+        # count, it is published anew at its next use.
+        kept = [
+            index
+            for index in due
+            if self._units[index].sharing is not None
+            and not (self.trainable[index] or self._guard.is_any_written([index]))
+        ]
+        self._begin_filling([index for index in due if index not in kept])
+        for index in due:
+            self._publish(index, is_changed=index not in kept, lockstep=True)
 
     def _awaited(self, trainable: set[int]) -> set[int]:
         """Of the trainable parameters of a unit, those that somebody may yet update; if nobody will, those of all
@@ -196,11 +204,11 @@ class Publisher:
         so that it is waited for."""
         changed = self._changed(waits=True)
         self.all_changed = False
-        for index in range(len(self._units)):
-            unit = self._units[index]
-            # See [Note: Collectives in a publication] in `fsdp2_extension.py`.
-            is_due = index in changed or unit.communicates
-            self._write(index, unit.fill_shard if is_due else _leave_as_it_is)
+        # See [Note: Collectives in a publication] in `fsdp2_extension.py`.
+        due = [i for i, u in enumerate(self._units) if i in changed or u.communicates or u.sharing is not None]
+        self._begin_filling(due)
+        for index, unit in enumerate(self._units):
+            self._write(index, unit.fill_published if index in due else _leave_as_it_is)
             self._record(index)
 
     def publish_stepped_by_hand(self) -> None:
@@ -244,6 +252,7 @@ class Publisher:
                 self.gradients.said, kept = self.gradients.said | Said.CHANGED, []
         if kept:
             self.gradients.said |= Said.KEPT
+        self._begin_filling([index for index in rest if index not in kept])
         for index in rest:
             is_together = is_said or (lockstep and Said.CHANGED not in self.gradients.said)
             self._publish(index, is_changed=index not in kept, lockstep=is_together)
@@ -260,8 +269,19 @@ class Publisher:
             )
         self._by_hand |= self._changed_by_hand(index)
         self._has_evaluated = False
-        self._write(index, unit.fill_shard if is_changed else None)
-        self._record(index)
+        self._write(index, unit.fill_published if is_changed else None)
+        if is_changed or self._units[index].sharing is None:
+            self._record(index)
+
+    def _begin_filling(self, units: Sequence[int]) -> None:
+        """Let what these units have of other hosts arrive without a pause between them. Before each is published."""
+        shared = [index for index in units if self._units[index].sharing is not None]
+        shared = [index for index in shared if self._units[index].device.type == "cpu"]  # a stream's come so anyway
+        for replicas in dict.fromkeys(self._units[index].replicas for index in shared):
+            assert replicas is not None
+            replicas.meet_to_publish()
+        for index in shared:
+            self._units[index].begin_filling(self._runtime.published_shard(index))
 
     def _write(self, index: int, fill: Callable[[torch.Tensor], object] | None) -> None:
         self.is_publishing = True
@@ -346,6 +366,7 @@ class Turns:
         self._runtime = runtime
         self._publisher = publisher
         self._kept: dict[int, FinalSum | None] = {}  # that replicas have summed, and will not sum again
+        self._begun: dict[int, Callable[[], FinalSum | None]] = {}
 
     def take(self, step: UnitStep | None) -> list[Unit]:
         """Returns the units of which no rank has sent gradients."""
@@ -376,6 +397,7 @@ class Turns:
         finally:
             self._publisher.turn = None
             self._kept.clear()
+            self._begun.clear()
         return without
 
     def make(self, index: int, *, will_be_made_again: bool = False) -> bool:
@@ -390,7 +412,13 @@ class Turns:
         return True
 
     def _sum(self, index: int) -> FinalSum | None:
+        for coming in range(index, min(index + 2, len(self._units))):  # the next one travels beside this one
+            if coming not in self._begun and (coming == index or self._units[coming].replicas is not None):
+                self._begun[coming] = self._begin_sum(coming)
+        return self._begun.pop(index)()
+
+    def _begin_sum(self, index: int) -> Callable[[], FinalSum | None]:
         own, spec, config = self._runtime.gradient(index), self._runtime.units[index], self._runtime.config
         if own is not None and self._units[index].replicas is not None and config.deterministic:
             own = own[0].clone(), own[1]  # it lies where the next one will
-        return self._units[index].final_sum(own, spec, config.accumulate_dtype)
+        return self._units[index].begin_sum(own, spec, config.accumulate_dtype)

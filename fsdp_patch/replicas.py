@@ -64,7 +64,7 @@ class Replicas:
         own = torch.tensor(words, dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(own) for _ in self._ranks]
         work = dist.all_gather(rows, own, group=self._host_group, async_op=True)
-        self._wait(work, f"end of minibatch {minibatch}", on_host=True)
+        self.wait(work, f"end of minibatch {minibatch}", on_host=True)
         found = list[End]()
         for rank, (theirs, *rest) in zip(self._ranks, (row.tolist() for row in rows), strict=True):
             if theirs != minibatch:
@@ -86,27 +86,29 @@ class Replicas:
         words = torch.tensor(flags, dtype=torch.int32, device="cpu")
         if words.numel():
             work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
-            self._wait(work, "which parameters received a gradient", on_host=True)
+            self.wait(work, "which parameters received a gradient", on_host=True)
         return [bool(word) for word in words.tolist()]
 
-    def sum_(self, tensor: torch.Tensor, what: str) -> None:
-        """Replace ``tensor`` by the sum over the replicas."""
-        self._wait(dist.all_reduce(tensor, group=self._group, async_op=True), what)
+    def begin_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Replace ``tensor`` by the sum over the replicas, until :meth:`wait`."""
+        work: dist.Work | None = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return work
 
-    def all_gather(self, rows: torch.Tensor, what: str) -> None:
-        """Fill row r of ``rows`` with that row of replica r; this rank's own is in place."""
-        self._runtime.meet_replicas(f"{what}, with replica ranks {self._ranks}")
+    def meet_to_publish(self) -> None:
+        """Wait until all have come to publish, too. Before :meth:`all_gather`."""
+        self._runtime.meet_replicas(f"a publication, with replica ranks {self._ranks}", to_publish=True)
+
+    def all_gather(self, rows: torch.Tensor) -> dist.Work | None:
+        """Fill row r of ``rows`` with that row of replica r, until :meth:`wait`; this rank's own is in place."""
         own = rows[self.rank].clone()
-        self._wait(dist.all_gather(list(rows), own, group=self._group, async_op=True), what)
+        work: dist.Work | None = dist.all_gather(list(rows), own, group=self._group, async_op=True)
+        return work
 
-    def reduce_scatter(self, rows: torch.Tensor, what: str) -> torch.Tensor:
-        """The sum over the replicas of this rank's row of ``rows``, which may be overwritten."""
-        if not rows.is_cuda:  # gloo's reduce-scatter runs inside wait(), where nothing can watch it
-            self.sum_(rows, what)
-            return rows[self.rank].clone()  # the others are let go
-        out = torch.empty_like(rows[0])
-        self._wait(dist.reduce_scatter(out, list(rows), group=self._group, async_op=True), what)
-        return out
+    def swap_rows(self, rows: torch.Tensor, arriving: torch.Tensor) -> dist.Work | None:
+        """Fill row r of ``arriving`` with what replica r has of this rank's row, until :meth:`wait`."""
+        # Gloo's reduce-scatter runs inside wait(), where nothing can watch it, and its all-reduce sends twice as much.
+        work: dist.Work | None = dist.all_to_all_single(arriving, rows, group=self._group, async_op=True)
+        return work
 
     def close(self) -> None:
         """Give up what this object made. Local, idempotent; after an error it is left alone, as a collective may be
@@ -115,7 +117,8 @@ class Replicas:
             dist.destroy_process_group(self._host_group)
         self._host_group = self._group
 
-    def _wait(self, work: dist.Work | None, what: str, on_host: bool | None = None) -> None:
+    def wait(self, work: dist.Work | None, what: str, on_host: bool | None = None) -> None:
+        """For a collective that was begun; on a device, the current stream does."""
         assert work is not None
         on_host = self._device.type == "cpu" if on_host is None else on_host
         self._runtime.wait_for_work(work, f"{what}, with replica ranks {self._ranks}", self._ranks, on_host=on_host)

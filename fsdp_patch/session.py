@@ -422,7 +422,7 @@ class Session:
             raise MisuseError("a shard group of one rank has nobody to exchange items with")
         self._has_exchange = True
         config, unit = self._runtime.config, self._units[0]
-        exchange = ProcessGroupExchange(unit.process_group, unit.device, setup_timeout_s(config.timeout_s))
+        exchange = ProcessGroupExchange(unit.shard_group, unit.device, setup_timeout_s(config.timeout_s))
         return ItemExchange.create(
             exchange, channels, config, capacity_bytes=capacity_bytes, device=unit.device, beside=self._runtime
         )
@@ -442,7 +442,8 @@ class Session:
                 self._publisher.publish_all()
         if not (self._gradients.is_in_backward and self._units[unit].pushes_behind_backward):  # that is checked, too
             self._guard.check_gather(unit, state.in_forward)
-        self._runtime.gather(unit, out, own_in_place=own_in_place)
+        mine = self._units[unit]
+        self._runtime.gather(unit, mine.destination(out), own_in_place=own_in_place and mine.sharing is None)
 
     def scatter_accumulate(self, unit: int, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool]) -> None:
         """FSDP's reduce-scatter of one unit."""
@@ -452,7 +453,8 @@ class Session:
         elif state.is_ready:
             self._begin()  # used without the context manager: the first backward opens the minibatch
         is_first = not any(state.pushes)
-        self._runtime.scatter_accumulate(unit, self._units[unit].as_agreed(grads), present=present)
+        grads, present = self._units[unit].pushed(grads, present)
+        self._runtime.scatter_accumulate(unit, grads, present=present)
         if is_first:
             self._gradients.expect_others(unit)
 

@@ -14,6 +14,7 @@ from torch import nn
 from odc.errors import ProtocolError, UnsupportedError
 from odc.fsdp_patch.pending import Expected, Reduction, Use
 from odc.fsdp_patch.replicas import Replicas
+from odc.fsdp_patch.sharing import Sharing
 from odc.units import Destination, Rows, UnitSpec
 
 Undo = Callable[[], None]
@@ -92,24 +93,42 @@ class Unit(ABC):
     name: str
     replicas: Replicas | None = None
     """Set by the session where there is a :attr:`replica_group`."""
+    sharing: Sharing | None = None
+    """Which few of the ranks of :attr:`shard_group` publish for each other, if not all do. Before :meth:`spec`."""
+
+    own: UnitSpec
+    """What there is of it on this rank; known since :meth:`spec`."""
 
     def __init__(self) -> None:
         self.expected: dict[int, Expected] = {}
         """The coming gradients, by the number of the shard, see :meth:`gradient_shards`."""
         self.reduction = Reduction()
         """FSDP's own work on this unit's gradients, in which these are no news."""
+        self._whole: Destination | None = None
+        self._arriving: dist.Work | None = None
 
     # What it is
 
     @property
     @abstractmethod
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks over which the parameters are sharded."""
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks over which FSDP shards the parameters."""
 
     @property
     @abstractmethod
+    def copy_group(self) -> dist.ProcessGroup | None:
+        """The ranks with the same place in their shard groups (hybrid sharding); None without."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that publish for this one and push to it."""
+        return self.shard_group if self.sharing is None else self.sharing.home
+
+    @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks with the same place in their shard groups (hybrid sharding); None without replicas."""
+        """The ranks with the same place in other such groups, whose sums are added up at the end of a minibatch; None
+        where there are no others."""
+        return self.copy_group if self.sharing is None else self.sharing.counterparts
 
     @property
     def partner_groups(self) -> list[dist.ProcessGroup]:
@@ -132,7 +151,7 @@ class Unit(ABC):
         """The :attr:`divide_factor` that the ranks have agreed on, by which its sums are divided."""
         return self.divide_factor
 
-    def as_agreed(self, grads: torch.Tensor | Sequence[Rows]) -> torch.Tensor | Sequence[Rows]:
+    def _as_agreed(self, grads: torch.Tensor | Sequence[Rows]) -> torch.Tensor | Sequence[Rows]:
         """What to push of gradients, so that :attr:`agreed_factor` divides them as :attr:`divide_factor` does now: a
         script may change that between microbatches, and on one rank alone."""
         factor = self.divide_factor
@@ -171,9 +190,35 @@ class Unit(ABC):
         As collective as a publication."""
         return {}
 
-    @abstractmethod
     def spec(self) -> UnitSpec:
         """The unit in the runtime's terms."""
+        self.own = self.own_spec()
+        return self.own if self.sharing is None else self.sharing.spec(self.own)
+
+    @abstractmethod
+    def own_spec(self) -> UnitSpec:
+        """What there is of it on this rank, in the runtime's terms."""
+
+    def destination(self, out: torch.Tensor | Destination) -> torch.Tensor | Destination:
+        """Where a gather puts what FSDP wants in ``out``: a row for each rank of :attr:`shard_group`."""
+        if self.sharing is None:
+            return out
+        if isinstance(out, torch.Tensor):
+            return self.sharing.destination(Destination([out.view(self.shard_group.size(), -1)]))
+        if self._whole is not out:  # where it is gathered in place that is the same one each time
+            self._whole, self._at_home = out, self.sharing.destination(out)
+        return self._at_home
+
+    def pushed(
+        self, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool]
+    ) -> tuple[torch.Tensor | Sequence[Rows], Sequence[bool]]:
+        """What to push of FSDP's gradients of the ``present`` parameters, and which of :meth:`spec` these are."""
+        grads = self._as_agreed(grads)
+        if self.sharing is None:
+            return grads, present
+        if isinstance(grads, torch.Tensor):
+            grads = Rows.of_flat(grads, self.own, None if all(present) else present, self.shard_group.size())
+        return self.sharing.rows(grads), list(present) * self.sharing.num_homes
 
     @abstractmethod
     def agreement(self) -> tuple[str, dict[str, str]]:
@@ -198,12 +243,35 @@ class Unit(ABC):
         none before the first time. None where both are one object."""
         return None
 
-    keeps_full_parameters = True
-    """Whether these are the same objects each time."""
-
     @abstractmethod
     def fill_shard(self, out: torch.Tensor) -> None:
         """Write this rank's shard in the layout of FSDP's all-gather input, cast to the compute dtype."""
+
+    def begin_filling(self, out: torch.Tensor) -> None:
+        """Write this rank's shard into what it publishes, and ask for those of its counterparts, which it has met."""
+        assert self.sharing is not None
+        assert self.replicas is not None
+        self.fill_shard(self.own_part(out))
+        self._arriving = self.replicas.all_gather(out.view(self.sharing.num_homes, -1))
+
+    def fill_published(self, out: torch.Tensor) -> None:
+        """Write what this rank publishes, or what :meth:`begin_filling` lacks of it. Collective, where it shares."""
+        if self.sharing is None:
+            self.fill_shard(out)
+            return
+        assert self.replicas is not None
+        if self._arriving is None:
+            self.replicas.meet_to_publish()
+            self.begin_filling(out)
+        arriving, self._arriving = self._arriving, None
+        self.replicas.wait(arriving, f"parameters of {self.name!r}")
+
+    def own_part(self, published: torch.Tensor) -> torch.Tensor:
+        """Of what this rank publishes, its own shard."""
+        if self.sharing is None:
+            return published
+        assert self.replicas is not None
+        return published.view(self.sharing.num_homes, -1)[self.replicas.rank]
 
     def take_over_data(self) -> None:
         """Take what the script has put into parameters (``param.data = ...``) for this rank's shard, where FSDP does so
@@ -220,8 +288,8 @@ class Unit(ABC):
 
     @abstractmethod
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of ``published`` beside what :meth:`fill_shard` would write there now, or what stands for both: of
-        equal shape and dtype."""
+        """Parts of ``published``, this rank's own shard, beside what :meth:`fill_shard` would write there now, or what
+        stands for both: of equal shape and dtype."""
 
     @abstractmethod
     def beside_by_name(self, published: torch.Tensor) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
@@ -273,25 +341,35 @@ class Unit(ABC):
         ``is_by_hand``: the script uses gradients by hand, which those of full parameters are not.
         """
 
-    def final_sum(
+    def begin_sum(
         self, own: tuple[torch.Tensor, list[bool]] | None, spec: UnitSpec, dtype: torch.dtype
-    ) -> FinalSum | None:
-        """The sum over all ranks from the sum over this shard group, which may be changed; None if nobody contributed.
+    ) -> Callable[[], FinalSum | None]:
+        """From the sum over :attr:`process_group`, which may be changed, to that over all ranks; None if nobody
+        contributed. What is returned waits for it.
 
         Collective over the replicas, if there are any.
         """
         if self.replicas is None or not spec.params:
-            return FinalSum(*own) if own else None
-        touched = self.replicas.union(own[1] if own else [False] * len(spec.params))
+            found = FinalSum(*own) if own else None
+            return lambda: found
+        replicas, num_homes = self.replicas, 1 if self.sharing is None else self.sharing.num_homes
+        flags = own[1] if own else [False] * len(spec.params)
+        touched = replicas.union(flags[: len(flags) // num_homes])  # of all homes the same
         if not any(touched):
-            return None
+            return lambda: None
         total = own[0] if own else torch.zeros(spec.grad_numel, dtype=dtype, device=self.device)
-        return FinalSum(self._sum_over(self.replicas, total), touched)
+        if self.sharing is None:
+            arriving, work = total, replicas.begin_sum(total)
+        else:
+            rows = total.view(num_homes, -1)
+            arriving = torch.empty_like(rows)
+            work = replicas.swap_rows(rows, arriving)
 
-    def _sum_over(self, replicas: Replicas, total: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum of ``total`` over the replicas; ``total`` may be changed."""
-        replicas.sum_(total, f"gradient of {self.name!r}")
-        return total
+        def complete() -> FinalSum:
+            replicas.wait(work, f"gradient of {self.name!r}")
+            return FinalSum(arriving if self.sharing is None else arriving.sum(0), touched)
+
+        return complete
 
     @abstractmethod
     def install(self, mean: torch.Tensor, touched: Sequence[bool]) -> None:
@@ -422,10 +500,30 @@ def describe_meshes(meshes: Sequence[Sequence[Unit]]) -> str:
     """How many units are on each, for people: "5 units over 4 ranks and 2 units over 2 ranks"."""
     found = []
     for units in meshes:
-        replicas = units[0].replica_group
-        copies = f", {replicas.size()} replicas" if replicas is not None else ""
-        found.append(f"{len(units)} units over {units[0].process_group.size()} ranks{copies}")
+        first, more = units[0], ""
+        if first.sharing is not None:
+            more = f", {_describe_sharing(first.sharing, [unit.own for unit in units])}"
+        elif first.copy_group is not None:
+            more = f", {first.copy_group.size()} replicas"
+        found.append(f"{len(units)} units over {first.shard_group.size()} ranks{more}")
     return " and ".join(found)
+
+
+def _describe_sharing(sharing: Sharing, units: Sequence[UnitSpec]) -> str:
+    """What it takes, and what crosses: in a collective a rank gets a row from each counterpart; else each rank has what
+    it reads, twice in a microbatch, and is pushed, once, from each rank of another home."""
+    size, others = sharing.home.size(), sharing.num_homes - 1
+    shards = sum(unit.shard_bytes for unit in units)
+    sums = sum(unit.grad_numel * unit.grad_dtype.itemsize for unit in units)
+    return (
+        f"shared by the {size} of each host: {_amount(others * (shards + sums))} more a rank, and "
+        f"{_amount(size * others * (shards + sums))} from other hosts in a step in place of "
+        f"{_amount(size * size * others * (2 * shards + sums))} in a microbatch"
+    )
+
+
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -214,7 +214,7 @@ def _check_meshes(parts: Sequence[tuple[Unit | None, Sequence[torch.Tensor]]]) -
             if isinstance(parameter, DTensor):
                 known.setdefault(parameter.device_mesh, name)
             elif unit is not None:
-                known.setdefault(unit.process_group, name)
+                known.setdefault(unit.shard_group, name)
     found = {tuple(sorted(_ranks_of(where))): name for where, name in known.items()}
     if len(found) > 1:
         (one, name), (other, other_name), *_ = ((list(ranks), name) for ranks, name in found.items())
@@ -297,4 +297,4 @@ def _spread_over(parameter: torch.Tensor, unit: Unit | None) -> tuple[dist.Proce
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
-    return () if unit is None else (unit.process_group,)
+    return () if unit is None else (unit.shard_group,)

@@ -52,6 +52,13 @@ def odc_options() -> argparse.ArgumentParser:
     )
     group.add_argument("--accumulate", default="auto", choices=["auto", "direct", "daemon"], help="who adds gradients")
     group.add_argument(
+        "--share-in-host",
+        default="auto",
+        metavar="{auto,on,off,BYTES}",
+        help="on several hosts: ranks of a host share parameters and gradients, which then cross once a step; as many "
+        "units as take so many bytes of a rank (default: a half of its free memory)",
+    )
+    group.add_argument(
         "--deterministic", action="store_true", help="bit-equal gradients whatever the timing, for more memory"
     )
     group.add_argument(
@@ -95,7 +102,10 @@ def check_options(options: argparse.Namespace) -> None:
         ConfigError, ValueError: an option or a variable has a value that cannot be used.
     """
     config = RuntimeConfig.from_environment(
-        transport=options.transport, accumulate=options.accumulate, timeout_s=options.timeout
+        transport=options.transport,
+        accumulate=options.accumulate,
+        share_in_host=options.share_in_host,
+        timeout_s=options.timeout,
     )
     registry.check_name(config.transport)
     FaultInjector(config.fault, rank=0)
@@ -166,6 +176,7 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
         transport=options.transport,
         accumulate=options.accumulate,
         deterministic=options.deterministic,
+        share_in_host=options.share_in_host,
         timeout_s=options.timeout,
     )
     undo = _balance(options, say)

@@ -360,7 +360,7 @@ MUTANTS = (
         "Behind a fence a rank leaves out a unit that it has not changed, though to publish it is collective. Another rank, which has, waits for it, or sums something else.",
         ("tests/fsdp/test_all_gather_extensions.py::test_changes_between_steps_are_published_anew",),
         "fsdp_patch/publishing.py",
-        (("is_due = index in changed or unit.communicates", "is_due = index in changed"),),
+        (("if i in changed or u.communicates or", "if i in changed or"),),
     ),
     Mutant(
         "fsdp-a-norm-is-of-one-ranks-parts",
@@ -409,8 +409,8 @@ MUTANTS = (
         "fsdp_patch/publishing.py",
         (
             (
-                "if trainable <= self.gradients.stepped or self._awaited(trainable) <= self.gradients.stepped:",
-                "if trainable & self.gradients.stepped or self._awaited(trainable) <= self.gradients.stepped:",
+                "and (trainable <= self.gradients.stepped or",
+                "and (trainable & self.gradients.stepped or",
             ),
         ),
     ),
@@ -434,16 +434,18 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "fsdp-each-replica-takes-the-first-row",
-        "With reshard_after_forward=<number> each rank takes the first replica's part of the sum, and not its own. All hosts but the first train their parameters with other parameters' gradients.",
-        ("tests/fsdp/test_fsdp2_hybrid.py::test_uneven_microbatches_and_units_unused_on_one_host[int]",),
-        "fsdp_patch/replicas.py",
-        (
-            (
-                "return rows[self.rank].clone()  # the others are let go",
-                "return rows[0].clone()  # the others are let go",
-            ),
-        ),
+        "fsdp-gradients-go-to-counterparts-of-another-host",
+        "Where ranks of a host share, what is pushed for the parameters of one host lies where those of another one belong. All hosts train their parameters with other parameters' gradients.",
+        ("tests/fsdp/test_shared_in_host.py::test_uneven_ranks_have_the_numbers_of_one_process",),
+        "fsdp_patch/sharing.py",
+        (("for home in self._homes for part in whole", "for home in self._homes[::-1] for part in whole"),),
+    ),
+    Mutant(
+        "fsdp-a-shared-change-by-hand-stays-in-the-host",
+        "Where ranks of a host share, parameters changed by hand are published anew without those of the counterparts. Each host computes with what the others had before.",
+        ("tests/fsdp/test_shared_in_host.py::test_parameters_that_change_between_steps_cross_again",),
+        "fsdp_patch/unit.py",
+        (('        self.replicas.wait(arriving, f"parameters of {self.name!r}")\n', "        pass\n"),),
     ),
     Mutant(
         "fsdp-fsdp1-kept-gradients-are-replaced",
@@ -521,8 +523,8 @@ MUTANTS = (
         "fsdp_patch/publishing.py",
         (
             (
-                "is_due = index in changed or unit.communicates",
-                "is_due = index in list(changed)[1:] or unit.communicates",
+                "if i in changed or u.communicates or",
+                "if i in list(changed)[1:] or u.communicates or",
             ),
         ),
     ),
@@ -552,8 +554,8 @@ MUTANTS = (
         "fsdp_patch/fsdp2_unit.py",
         (
             (
-                "return self.process_group.size() * (self.replica_group.size() if self.replica_group else 1)",
-                "return self.process_group.size()",
+                "return self.shard_group.size() * (self.copy_group.size() if self.copy_group else 1)",
+                "return self.shard_group.size()",
             ),
         ),
     ),

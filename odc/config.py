@@ -24,6 +24,7 @@ ADDRESS = "ODC_ADDRESS"  # where ranks of other hosts reach those of this one
 TRANSFERS = "ODC_TRANSFER_TABLE"  # a file that says when a kernel beats copy engines
 TRANSPORT = "ODC_TRANSPORT"  # overrides transport=
 ACCUMULATE = "ODC_ACCUMULATE"  # overrides accumulate=
+SHARE = "ODC_SHARE_IN_HOST"  # overrides share_in_host=
 STAGING = "ODC_STAGING"  # "on": FSDP2 copies into flat buffers and out of them, as for collectives
 NVSHMEM_HEAP = "NVSHMEM_SYMMETRIC_SIZE"  # set for NVSHMEM where its user has not
 NVSHMEM_IBGDA = "NVSHMEM_IB_ENABLE_IBGDA"  # refused: GPUs that drive the network card themselves
@@ -44,6 +45,7 @@ FOREIGN = (
 )
 
 ACCUMULATE_MODES = ("auto", "direct", "daemon")
+SHARE_MODES = ("auto", "on", "off")
 STAGING_MODES = ("auto", "on")
 ACCUMULATE_DTYPES = (torch.float32, torch.float64)
 
@@ -64,8 +66,8 @@ class RuntimeConfig:
 
     accumulate: str = "auto"
     """"direct": clients add into the owners' accumulators; "daemon": a thread of each owner adds what clients leave in
-    slots; "auto": direct where ranks share a host, on GPUs if all links have native atomics and no measured
-    :class:`~odc.engines.base.TransferTable` says otherwise."""
+    slots; "auto": direct where ranks share a host, on GPUs if all links have native atomics, gradients are not reduced
+    in bfloat16 and no measured :class:`~odc.engines.base.TransferTable` says otherwise."""
 
     accumulate_dtype: torch.dtype = torch.float32
     """dtype of the accumulators: float32 or float64. Sums in a 16-bit dtype would depend on arrival order."""
@@ -76,6 +78,11 @@ class RuntimeConfig:
     staging: str = "auto"
     """"auto": units of FSDP2 are gathered straight into their parameters and pushed straight from their gradients,
     where that can be; "on": through FSDP2's flat buffers."""
+
+    share_in_host: str | float = "auto"
+    """Where ranks are on several hosts. "on": those of a host share parameters and gradients, so that each of these
+    crosses hosts once a step; "off": each rank reads from and adds to all hosts. A number: as many units are shared as
+    this takes bytes of a rank. "auto": as a half of its free memory takes; none where that cannot be."""
 
     timeout_s: float = 600.0
     """Seconds without progress of the awaited rank after which a wait raises."""
@@ -96,6 +103,12 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if self.accumulate not in ACCUMULATE_MODES:
             raise _bad_option("accumulate", self.accumulate, f"one of {', '.join(ACCUMULATE_MODES)}")
+        try:
+            is_known = self.share_in_host in SHARE_MODES or float(self.share_in_host) >= 0
+        except ValueError:
+            is_known = False
+        if not is_known:
+            raise _bad_option("share_in_host", self.share_in_host, f"{', '.join(SHARE_MODES)} or a number of bytes")
         if self.staging not in STAGING_MODES:
             raise _bad_option("staging", self.staging, f"one of {', '.join(STAGING_MODES)}")
         if self.accumulate_dtype not in ACCUMULATE_DTYPES:
@@ -112,6 +125,7 @@ class RuntimeConfig:
         accumulate: str = "auto",
         accumulate_dtype: torch.dtype = torch.float32,
         deterministic: bool = False,
+        share_in_host: str | float = "auto",
         timeout_s: float = 600.0,
         environ: Mapping[str, str] | None = None,
     ) -> RuntimeConfig:
@@ -126,6 +140,7 @@ class RuntimeConfig:
             accumulate=env.get(ACCUMULATE, accumulate),
             accumulate_dtype=accumulate_dtype,
             deterministic=deterministic,
+            share_in_host=env.get(SHARE, share_in_host),
             staging=env.get(STAGING, "auto"),
             timeout_s=_read_seconds(env, TIMEOUT, timeout_s),
             fault=env.get(FAULT, ""),
@@ -134,6 +149,12 @@ class RuntimeConfig:
             transfer_table=env.get(TRANSFERS, ""),
         )
 
+    @property
+    def most_shared_bytes(self) -> float | None:
+        """What :attr:`share_in_host` may take of a rank; None: that depends on its memory."""
+        known: dict[str | float, float | None] = {"auto": None, "on": math.inf, "off": 0.0}
+        return known[self.share_in_host] if self.share_in_host in known else float(self.share_in_host)
+
     def shared(self) -> dict[str, str]:
         """The options that must be the same on every rank, as text."""
         return {
@@ -141,6 +162,7 @@ class RuntimeConfig:
             "accumulate": self.accumulate,
             "accumulate_dtype": str(self.accumulate_dtype),
             "deterministic": str(self.deterministic),
+            "share_in_host": str(self.share_in_host),
             "staging": self.staging,
         }
 

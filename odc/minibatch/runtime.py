@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from odc.config import RuntimeConfig
 from odc.engines.base import TransferTable
-from odc.errors import OUR_FAULT, MisuseError, OdcError
+from odc.errors import OUR_FAULT, MisuseError, OdcError, ProtocolError
 from odc.liveness.gloo import is_of_collective, num_entered
 from odc.liveness.leaving import Closable
 from odc.minibatch.accumulators import AccumulatorStore, StorePlan
@@ -113,7 +113,7 @@ class Runtime(RankContext):
         self._replicas: Transport | None = None
         self._partners: list[Partners] = []
         self._beside: list[Transport] = []  # over which this rank hears of others: its replicas, its partners
-        self._meetings = 0  # with the replicas
+        self._meetings = [0, 0]  # with the replicas: at ends, and to publish
         self._has_refused = False  # since the last end of a minibatch
         self._in_collective = InCollective()
         self._protocol = MinibatchProtocol(end, self.units, self._published, offsets, self._store, self._daemon)
@@ -163,6 +163,8 @@ class Runtime(RankContext):
             return transfers[0].accumulate if transfers else ""
 
         prefers_daemon = "daemon" in gather_together(exchange, load_transfers)
+        # Additions carry float32, twice the bytes of such gradients, which slots take as they are.
+        prefers_daemon |= {unit.grad_dtype for unit in units if unit.params} == {torch.bfloat16}
         transport = connect(exchange, config, device or HOST)
 
         def finish(runtime: Runtime) -> None:
@@ -206,7 +208,7 @@ class Runtime(RankContext):
             kind = registry.choose("tcp", topology, HOST, exchange)
             transport = kind(exchange, topology, self.config.timeout_s)
             self._beside.append(transport)
-            transport.open(num_signals=1, num_locks=0)
+            transport.open(num_signals=2, num_locks=0)
             prepare(transport)
             transport.seal()
         except Exception as error:  # whatever it is, the other groups must not wait for this one
@@ -404,23 +406,39 @@ class Runtime(RankContext):
         protocol, number = self._places[unit]
         return protocol.gradient(number)
 
-    def meet_replicas(self, what: str) -> None:
-        """Wait until every replica has come to as many meetings as this rank.
+    def meet_replicas(self, what: str, *, to_publish: bool = False) -> None:
+        """Wait until every replica has come to as many meetings as this rank: at the end of minibatches, or
+        ``to_publish``.
 
         A collective cannot be taken back once it has begun, so it begins when all are there.
+
+        Raises:
+            ProtocolError: a replica has come to one of the other kind, which this rank has not.
         """
         replicas = self._replicas
         if replicas is None:
             return
+        kind, numbers = int(to_publish), self._meetings
+
+        def missing() -> list[int]:
+            late = [rank for rank in others if replicas.count(rank, kind) < numbers[kind]]
+            for rank in late:
+                if replicas.count(rank, 1 - kind) > numbers[1 - kind]:
+                    there = "the end of a minibatch" if to_publish else "a publication of parameters"
+                    raise ProtocolError(
+                        f"rank {replicas.topology.global_rank(rank)} is at {there}, and this rank at {what}: not all "
+                        "ranks have changed parameters. Change them on all ranks, or call session.publish() on every "
+                        "rank behind that"
+                    )
+            return late
+
         with self.reporting:
             self._waiter.check()
             self.faults.hit("replicas.before")
-            self._meetings += 1
-            number, others = self._meetings, [r for r in replicas.topology.rotation() if r != replicas.topology.rank]
-            replicas.post(0)
-            self._waiter.wait(
-                lambda: [rank for rank in others if replicas.count(rank, 0) < number], lambda: what, among=replicas
-            )
+            numbers[kind] += 1
+            others = [r for r in replicas.topology.rotation() if r != replicas.topology.rank]
+            replicas.post(kind)
+            self._waiter.wait(missing, lambda: what, among=replicas)
 
     def wait_for_work(self, work: dist.Work, what: str, ranks: Sequence[int], *, on_host: bool) -> None:
         """Wait for a collective on a process group, with this runtime's limit, warnings and abort notices.

@@ -74,6 +74,12 @@ class Topology:
     def num_hosts(self) -> int:
         return len(set(self.host_ids))
 
+    def ranks_per_host(self) -> int | None:
+        """How many ranks each host has, if they are as many, and one host's follow those of another; else None."""
+        size = self.world_size // self.num_hosts
+        each = [self.host_ids[rank - rank % size] for rank in range(self.world_size)]  # the first of so many
+        return size if tuple(each) == self.host_ids and size * self.num_hosts == self.world_size else None
+
     def ranks_here(self) -> list[int]:
         """The ranks on this rank's host, itself included."""
         return [rank for rank, host in enumerate(self.host_ids) if host == self.host_ids[self.rank]]

@@ -19,7 +19,7 @@ from odc.bench.proof.parity.cases import FACTORS, Case, all_pairs, generate, imp
 from odc.bench.proof.parity.comparison import compare
 from odc.bench.proof.parity.launch import _judge, kind_of, run_cases
 from odc.bench.proof.parity.training import Run, largest_terms
-from odc.fsdp_patch.unit import Unit
+from odc.fsdp_patch.publishing import Turns
 from odc.minibatch.protocol import End
 from odc.minibatch.runtime import Runtime
 
@@ -47,13 +47,13 @@ def test_kept_gradients_beside_microbatches_without_synchronization() -> None:
 
 
 def double_gradients(rank: int) -> None:
-    final_sum = Unit.final_sum
+    final_sum = Turns._sum
 
-    def doubled(self: Unit, *args: Any) -> Any:
+    def doubled(self: Turns, *args: Any) -> Any:
         result = final_sum(self, *args)
         return result and result._replace(total=result.total.mul_(2))
 
-    Unit.final_sum = doubled  # type: ignore[method-assign]
+    Turns._sum = doubled  # type: ignore[method-assign]
 
 
 def raise_in_third_minibatch(rank: int) -> None:

@@ -19,8 +19,9 @@ from odc.bench.proof.conformance.comparison import Outcome
 from odc.bench.proof.conformance.launch import run_cells
 from odc.bench.proof.conformance.report import COLUMNS, ROW, write_markdown
 from odc.cli.app import app
+from odc.fsdp_patch.publishing import Turns
 from odc.fsdp_patch.session import Session
-from odc.fsdp_patch.unit import FinalSum, Unit
+from odc.fsdp_patch.unit import FinalSum
 from odc.minibatch.runtime import Runtime
 
 TABLE = Path(__file__).parents[2] / "docs" / "conformance.md"
@@ -111,13 +112,13 @@ def drop_one_push(minibatch: int, rank: int) -> None:
 
 def double_gradients(rank: int) -> None:
     """Every rank's sums are twice what they should be, which clipping makes good."""
-    final_sum = Unit.final_sum
+    final_sum = Turns._sum
 
-    def doubled(self: Unit, *args: Any) -> FinalSum | None:
+    def doubled(self: Turns, *args: Any) -> FinalSum | None:
         result = final_sum(self, *args)
         return result and result._replace(total=result.total.mul_(2))
 
-    Unit.final_sum = doubled  # type: ignore[method-assign]
+    Turns._sum = doubled  # type: ignore[method-assign]
 
 
 def patch_nothing(rank: int) -> None:

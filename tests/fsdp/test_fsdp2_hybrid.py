@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_ranks import run_ranks, start_ranks
+from process_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -173,17 +173,3 @@ def repeated_run(rank: int, world_size: int, kind: str) -> list[dict[str, Any]]:
 def test_deterministic_includes_the_replicas(kind: str) -> None:
     first, *others = run_ranks(4, repeated_run, kind, timeout_s=180)[0]
     assert [largest_difference(first, other) for other in others] == [0.0] * len(others)
-
-
-def lost_replica(rank: int, world_size: int) -> None:
-    model = shard_hybrid(build(), rank, world_size, "hsdp", FULL_PRECISION)
-    session = odc.patch_fsdp(model, timeout_s=5)
-    train(model, session, rank, world_size, [1] * 4, 1)
-    if rank == 3:
-        os._exit(1)
-    train(model, session, rank, world_size, [1] * 4, 3)
-
-
-def test_the_death_of_a_replica_reaches_everybody() -> None:
-    results = start_ranks(4, lost_replica).join(55, expendable=[3])
-    assert [r.error_type for r in results[:3]].count(None) == 0, results

@@ -231,7 +231,7 @@ FURTHER = {
 }
 OF_FOUR = {
     "hybrid": Case(COLUMNS, mesh=(2, 2)),
-    "subgroups": Case({"reshard_after_forward": 2}, staged="with reshard_after_forward=<int>", ways=("in place",)),
+    "subgroups": Case({"reshard_after_forward": 2}, ways=WAYS),
 }
 FURTHER_OF_FOUR = {
     "plain": Case(ways=WAYS),

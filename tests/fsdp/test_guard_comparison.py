@@ -109,6 +109,9 @@ class ThreeParameters:
     def watched(self) -> list[Watched]:
         return [Watched((parameter,), parameter, slice(None)) for parameter in self.parameters]
 
+    def own_part(self, published: torch.Tensor) -> torch.Tensor:
+        return published
+
     def beside(self, published: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return zip(published.split(5), self.parameters, strict=True)
 

@@ -36,19 +36,6 @@ import odc.rank.context
 from odc.fsdp_patch.compat import param_groups
 
 
-def hybrid_of_hybrid(model: nn.Module, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model, mesh=mesh, reshard_after_forward=2)
-
-
-def number_beside_another_mesh(model: nn.Module, world_size: int) -> None:
-    pairs = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("other", "pair"))
-    everyone = init_device_mesh("cpu", (world_size,))
-    fully_shard(model.blocks[0], mesh=pairs["pair"])
-    fully_shard(model.blocks[1], mesh=everyone, reshard_after_forward=2)
-    fully_shard(model, mesh=everyone)
-
-
 def no_sharding(model: nn.Module, world_size: int) -> None:
     model.wrapped = FullyShardedDataParallel(
         nn.Linear(4, 4), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=DEVICE
@@ -85,8 +72,6 @@ def nothing(model: nn.Module, world_size: int) -> None:
 
 
 REFUSED: list[tuple[Callable[[nn.Module, int], None], str]] = [
-    (hybrid_of_hybrid, "reshard_after_forward=<int> on a mesh with replicas"),
-    (number_beside_another_mesh, "'blocks.0': other units have reshard_after_forward=<int>"),
     (no_sharding, "NO_SHARD"),
     (half_reduce, "gradients are reduced in torch.float16 (reduce_dtype of the mixed precision policy"),
     (half_reduce, "fp16 mixed precision (fp16=True, accelerate's mixed_precision='fp16'), some of them"),

@@ -25,8 +25,8 @@ class OneParameter(Unit):
     """A unit of which this rank has all of one parameter. What it does not define says None."""
 
     device = torch.device("cpu")
-    process_group: Any = SimpleNamespace(size=lambda: 2)
-    replica_group = None
+    shard_group: Any = SimpleNamespace(size=lambda: 2)
+    copy_group = None
     divide_factor = 1.0
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:

@@ -45,24 +45,25 @@ def hosts() -> Iterator[network.TwoHosts]:
         yield hosts
 
 
-def on_hosts(rank: int, world_size: int, counts: list[int]) -> tuple[Any, ...]:
+def on_hosts(rank: int, world_size: int, counts: list[int], share_in_host: str) -> tuple[Any, ...]:
     model = shard(build(), world_size)
-    session = odc.patch_fsdp(model)
+    session = odc.patch_fsdp(model, share_in_host=share_in_host)
     train(model, session, rank, world_size, counts, 6)
     name, topology = session.transport, session._runtime.topology
     session.close()
     return name, topology.host_names, topology.addresses, full_parameters(model)
 
 
-def test_hosts_are_told_apart_and_found(hosts: network.TwoHosts) -> None:
+@pytest.mark.parametrize("share_in_host", ["off", "auto"])
+def test_hosts_are_told_apart_and_found(share_in_host: str, hosts: network.TwoHosts) -> None:
     """Nothing is set: host names, addresses and the transport are found, and training gives the right numbers."""
-    counts = [1, 3, 0, 2]
-    results = start_ranks(4, on_hosts, counts, enter=hosts.enter).join(150)
+    counts, names = [1, 3, 0, 2], (hosts.hosts[0],) * 2 + (hosts.hosts[1],) * 2
+    results = start_ranks(4, on_hosts, counts, share_in_host, enter=hosts.enter).join(150)
     assert all(r.error is None for r in results), [r.error for r in results]
-    for name, host_names, addresses, parameters in (r.value for r in results):
-        assert name == "tcp"
-        assert host_names == (hosts.hosts[0],) * 2 + (hosts.hosts[1],) * 2
-        assert addresses == ("10.77.0.1",) * 2 + ("10.77.0.2",) * 2
+    for rank, (*found, parameters) in enumerate(r.value for r in results):
+        home = names[rank // 2 * 2 : rank // 2 * 2 + 2]
+        shared = ["shm", home, ("127.0.0.1",) * 2]
+        assert found == (["tcp", names, ("10.77.0.1",) * 2 + ("10.77.0.2",) * 2] if share_in_host == "off" else shared)
         assert largest_difference(parameters, reference(counts, 6)) < 1e-5
 
 

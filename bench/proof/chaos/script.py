@@ -34,7 +34,7 @@ from odc.bench.proof.chaos.trials import (
     STEPS,
     Trial,
 )
-from odc.config import FAULT, HOST_ID, STAGING, TIMEOUT
+from odc.config import FAULT, HOST_ID, SHARE, STAGING, TIMEOUT
 from odc.fsdp_patch import fsdp2_in_place
 
 WIDTH = 9
@@ -162,6 +162,7 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
     os.environ[TIMEOUT] = str(SILENCE_LIMIT_S)
     os.environ[HOST_ID] = trial.host_of(rank)
     os.environ[STAGING] = "on" if trial.staging == "staged" else "auto"
+    os.environ[SHARE] = "auto" if trial.is_shared else "off"
     fsdp2_in_place.SMALL_NUMEL = _SMALL_NUMEL
     if trial.point and rank == trial.victim:
         os.environ[FAULT] = f"point={trial.point},at={trial.at},do={INJECTED[trial.action]}"

@@ -19,6 +19,7 @@ TRANSPORTS = {
     "shm": "one host",
     "tcp": "every rank poses as a host; four ranks as two hosts",
     "replicas": "two replicas of a shard group of two, each on a host",
+    "shared": "four ranks on two hosts, which share parameters and gradients in each",
 }
 WAYS = {
     "in place": "matrices by themselves, what is small together",
@@ -108,6 +109,11 @@ class Trial:
         if self.mesh:  # two hosts, which cut through the last dimension or through the first
             return f"host-{rank % 2 if self.number % 2 else 2 * rank // self.world_size}"
         return f"host-{rank // 2 if self.world_size == 4 else rank}"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks of a host share parameters and gradients, if the mesh lets them."""
+        return self.transport == "shared" or (bool(self.mesh) and self.number % 3 == 0)
 
     @property
     def num_partners(self) -> int:
@@ -247,7 +253,7 @@ def _is_possible(action: str, phase: str) -> bool:
 
 
 def _trial(number: int, transport: str, action: str, phase: str, chance: random.Random) -> Trial:
-    world_size = 4 if transport == "replicas" else chance.choice([2, 3, 4])
+    world_size = 4 if transport in ("replicas", "shared") else chance.choice([2, 3, 4])
     points = POINTS.get(phase, ()) if action in INJECTED else ()
     point = chance.choice(points) if points and (phase == "publish" or chance.random() < 0.6) else ""
     at = chance.randint(1, 8)

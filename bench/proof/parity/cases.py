@@ -16,9 +16,13 @@ FACTORS: dict[str, dict[str, str]] = {
         "fsdp1-orig": "FullyShardedDataParallel with use_orig_params",
     },
     "ranks": {"2": "", "3": "", "4": "", "2x2": "two replicas of a shard group of two"},
-    "transport": {"shm": "one host", "tcp": "the ranks pose as hosts of one rank, or two where there are four"},
+    "transport": {
+        "shm": "one host",
+        "tcp": "the ranks pose as hosts of one rank, or two where there are four",
+        "shared": "four ranks pose as two hosts, and share parameters and gradients in each",
+    },
     "staging": {
-        "in-place": "matrices by themselves, what is small together; not with reshard=int, as ODC itself says",
+        "in-place": "matrices by themselves, what is small together",
         "staged": "ODC_STAGING=on",
         "none": "FSDP1, whose parameters are one flat tensor",
     },
@@ -159,6 +163,8 @@ def impossible(values: Mapping[str, str]) -> str | None:
         return "FSDP2 alone has buffers to do without"
     if values["reshard"] == "int" and (is_fsdp1 or values["ranks"] != "4"):
         return "reshard_after_forward takes a number under FSDP2 only, and the number must divide the ranks"
+    if values["transport"] == "shared" and values["ranks"] != "4":
+        return "two hosts of two ranks share"
     if values["reshard"] == "no" and is_fsdp1 and values["ranks"] == "2x2":
         return "HYBRID_SHARD reshards"
     if values["units"] == "1" and (values["frozen"] == "unit" or values["unused"] != "no" or values["twice"] != "no"):

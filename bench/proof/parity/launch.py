@@ -22,7 +22,7 @@ from odc.bench.harness.ranks import meet, rank_processes
 from odc.bench.proof.parity import training
 from odc.bench.proof.parity.cases import Case
 from odc.bench.proof.parity.comparison import Outcome, PlainFails, measure
-from odc.config import HOST_ID, STAGING, TIMEOUT
+from odc.config import HOST_ID, SHARE, STAGING, TIMEOUT
 from odc.fsdp_patch import fsdp2_in_place
 
 CASE_LIMIT_S = 60.0  # a case takes a second or two
@@ -145,6 +145,7 @@ def _main(
         for case in cases.values():
             os.environ[HOST_ID] = _host_of(case, rank)
             os.environ[STAGING] = "on" if case.staging == "staged" else "auto"
+            os.environ[SHARE] = "auto" if case.transport == "shared" else "off"
             errors, wrong = measure(case, meshes[case.is_replicated])
             pipe.send_bytes(json.dumps({"errors": errors, "wrong": wrong}).encode())
     except BaseException as error:
@@ -172,7 +173,7 @@ def _host_of(case: Case, rank: int) -> str:
     of two."""
     if case.transport == "shm":
         return f"host-{rank // 2}" if case.is_replicated else "host-0"
-    if case.is_replicated or case.reshard == "int":
+    if case.transport != "shared" and (case.is_replicated or case.reshard == "int"):
         return f"host-{rank % 2}"
     return f"host-{rank // 2}" if case.ranks == "4" else f"host-{rank}"
 

@@ -1,0 +1,224 @@
+"""Layer 3: ranks as processes. Ranks that pose as hosts share parameters and gradients within each: nothing crosses
+inside of a minibatch, and numbers are those of one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from extended_weights import RowScaled, Scaled, extend
+from process_ranks import run_ranks, start_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from training import (
+    build,
+    communicating,
+    full_parameters,
+    full_parameters_of_fsdp1,
+    largest_difference,
+    loss_of,
+    optimizer_of,
+    reference,
+    shard,
+    tokens,
+    train,
+    wrap,
+)
+
+import odc
+from odc.setup.topology import Topology
+
+KINDS = ("in place", "small", "staged", "fsdp1", "bf16", "frozen")
+COUNTS = [3, 0, 1, 2]
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def on_hosts(rank: int, world_size: int, ranks_per_host: int = 2) -> None:
+    os.environ["ODC_HOST_ID"] = f"host{rank // ranks_per_host}"
+
+
+def unused_on_host_1(step: int, rank: int, microbatch: int) -> dict[str, Any]:
+    """Block 1 runs on one host only in odd steps."""
+    return {"skip": [1]} if step % 2 and rank >= 2 else {}
+
+
+def make(kind: str, world_size: int) -> Any:
+    model = build()
+    if kind == "frozen":
+        model.blocks[0].requires_grad_(False)
+        model.embed.requires_grad_(False)
+    if kind == "fsdp1":
+        return wrap(model)
+    return shard(model, world_size, **({"mp_policy": BF16} if kind == "bf16" else {}))
+
+
+def trained(rank: int, world_size: int, kind: str, **options: Any) -> tuple[dict[str, Any], str, int]:
+    """Parameters, the transport, and how many ranks read from each other."""
+    model = make(kind, world_size)
+    with communicating(kind if kind in ("in place", "staged") else "small"):
+        session = odc.patch_fsdp(model, **options)
+    with session, pytest.MonkeyPatch.context() as patch:
+        if kind == "fsdp1":  # which has its own clipping
+            patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda _, limit: model.clip_grad_norm_(limit))
+        train(model, session, rank, world_size, COUNTS, 4, unused_on_host_1)
+        transport, readers = session.transport, session._units[0].process_group.size()
+    found = full_parameters_of_fsdp1(model) if kind == "fsdp1" else full_parameters(model)
+    return found, transport, readers
+
+
+def each_kind(rank: int, world_size: int) -> dict[str, Any]:
+    on_hosts(rank, world_size)
+    found = {kind: trained(rank, world_size, kind) for kind in KINDS}
+    found["off"] = trained(rank, world_size, "small", share_in_host="off")
+    found["frozen, off"] = trained(rank, world_size, "frozen", share_in_host="off")
+    found["of one unit"] = trained(rank, world_size, "small", share_in_host=2000)
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_four() -> dict[str, Any]:
+    return run_ranks(4, each_kind, timeout_s=180)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_uneven_ranks_have_the_numbers_of_one_process(kind: str, of_four: dict[str, Any]) -> None:
+    found, transport, readers = of_four[kind]
+    assert (transport, readers) == ("shm", 2)
+    expected = of_four["frozen, off"][0] if kind == "frozen" else reference(COUNTS, 4, unused_on_host_1)
+    assert largest_difference(found, expected) < (0.1 if kind == "bf16" else 1e-5)
+
+
+def test_without_it_ranks_read_from_all_hosts(of_four: dict[str, Any]) -> None:
+    found, transport, readers = of_four["off"]
+    assert (transport, readers) == ("tcp", 4)
+    assert largest_difference(found, of_four["small"][0]) < 1e-5
+
+
+def test_what_memory_has_no_room_for_is_read_from_all_hosts(of_four: dict[str, Any]) -> None:
+    found, transport, _ = of_four["of one unit"]
+    assert sorted(transport.split(" and ")) == ["shm", "tcp"]
+    assert largest_difference(found, of_four["small"][0]) < 1e-5
+
+
+def losses_of(
+    rank: int, model: Any, optimizer: torch.optim.Optimizer, behind: Callable[[], object] = lambda: None
+) -> list[float]:
+    found = []
+    for step in range(3):
+        loss = loss_of(model, tokens(step, rank, 0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        behind()
+        found.append(loss.item())
+    return found
+
+
+def changing(rank: int, world_size: int) -> list[list[float]]:
+    """Losses where parameters, frozen ones too, change between steps, by hand, for an evaluation; not shared, and
+    shared."""
+    on_hosts(rank, world_size)
+    found = []
+    for mode in ("off", "on"):
+        model = make("frozen", world_size)
+        evaluated: list[float] = []
+
+        @torch.no_grad()
+        def evaluate(model: Any = model, evaluated: list[float] = evaluated) -> None:
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+            evaluated.append(loss_of(model, tokens(9, rank, 1)).item())
+            for parameter in model.parameters():
+                parameter.div_(0.9)
+
+        with odc.patch_fsdp(model, share_in_host=mode):
+            found.append(losses_of(rank, model, optimizer_of(model), evaluate) + evaluated)
+    return found
+
+
+def test_parameters_that_change_between_steps_cross_again() -> None:
+    for off, on in run_ranks(4, changing):
+        assert on == pytest.approx(off, rel=1e-6)
+
+
+def with_own_weights(rank: int, world_size: int) -> list[list[float]]:
+    """Losses where what travels is made by the weights, not shared, and shared; also by a collective of all ranks."""
+    on_hosts(rank, world_size)
+    found = []
+    for kind, mode in itertools.product((RowScaled, Scaled), ("off", "on")):
+        model = build(num_blocks=1)
+        extend(model, kind, world_size)
+        with odc.patch_fsdp(shard(model, world_size), share_in_host=mode):
+            found.append(losses_of(rank, model, torch.optim.SGD(model.parameters(), lr=1e-3)))
+    return found
+
+
+def test_weights_that_say_what_travels_are_shared_too() -> None:
+    for by_row, by_row_shared, whole, whole_shared in run_ranks(4, with_own_weights):
+        assert by_row_shared == pytest.approx(by_row, rel=1e-6)
+        assert whole_shared == pytest.approx(whole, rel=1e-6)
+
+
+def changed_on_one_host(rank: int, world_size: int) -> None:
+    on_hosts(rank, world_size)
+    model = make("small", world_size)
+
+    @torch.no_grad()
+    def halve() -> None:
+        for parameter in model.parameters() if rank < 2 else ():
+            parameter.mul_(0.5)
+
+    odc.patch_fsdp(model, timeout_s=30)
+    losses_of(rank, model, optimizer_of(model), halve)
+
+
+def test_a_change_on_one_host_alone_fails_by_name() -> None:
+    results = start_ranks(4, changed_on_one_host).join(55)
+    texts = [result.error or "" for result in results]
+    assert all(result.error_type in ("ProtocolError", "AbortedError") for result in results), texts
+
+
+def number_beside_another_mesh(model: Any, world_size: int) -> None:
+    pairs = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("other", "pair"))
+    everyone = init_device_mesh("cpu", (world_size,))
+    fully_shard(model.blocks[0], mesh=pairs["pair"])
+    fully_shard(model.blocks[1], mesh=everyone, reshard_after_forward=2)
+    fully_shard(model, mesh=everyone)
+
+
+def number_beside_replicas(model: Any, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model.blocks[0], mesh=mesh, reshard_after_forward=1 + world_size // 4)
+    fully_shard(model.blocks[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def numbers(rank: int, world_size: int) -> list[list[float]]:
+    """Losses under plain FSDP2 and ODC, of each."""
+    on_hosts(rank, world_size)
+    found = []
+    for make_units, is_plain in itertools.product((number_beside_another_mesh, number_beside_replicas), (True, False)):
+        model = build()
+        make_units(model, world_size)
+        with nullcontext() if is_plain else odc.patch_fsdp(model):
+            found.append(losses_of(rank, model, optimizer_of(model)))
+    return found
+
+
+def test_a_number_for_resharding_goes_with_other_meshes_and_with_replicas() -> None:
+    for one_plain, one, two_plain, two in run_ranks(4, numbers):
+        assert one == pytest.approx(one_plain, rel=1e-6)
+        assert two == pytest.approx(two_plain, rel=1e-6)
+
+
+@pytest.mark.parametrize(("hosts", "size"), [("aabb", 2), ("aaaa", 4), ("abab", None), ("aaab", None), ("abcd", 1)])
+def test_only_hosts_with_as_many_ranks_one_after_the_other_are_shared_in(hosts: str, size: int | None) -> None:
+    for rank in range(4):
+        topology = Topology(rank, tuple(hosts), tuple(hosts), (1, 2, 3, 4))
+        assert topology.ranks_per_host() == size
