@@ -275,7 +275,7 @@ class Publisher:
 
     def _begin_filling(self, units: Sequence[int]) -> None:
         """Let what these units have of other hosts arrive without a pause between them. Before each is published."""
-        shared = [index for index in units if self._units[index].sharing is not None]
+        shared = [i for i in units if self._units[i].sharing is not None and not self._units[i].communicates]
         shared = [index for index in shared if self._units[index].device.type == "cpu"]  # a stream's come so anyway
         for replicas in dict.fromkeys(self._units[index].replicas for index in shared):
             assert replicas is not None

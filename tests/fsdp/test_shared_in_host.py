@@ -94,15 +94,10 @@ def test_uneven_ranks_have_the_numbers_of_one_process(kind: str, of_four: dict[s
     assert largest_difference(found, expected) < (0.1 if kind == "bf16" else 1e-5)
 
 
-def test_without_it_ranks_read_from_all_hosts(of_four: dict[str, Any]) -> None:
-    found, transport, readers = of_four["off"]
-    assert (transport, readers) == ("tcp", 4)
-    assert largest_difference(found, of_four["small"][0]) < 1e-5
-
-
-def test_what_memory_has_no_room_for_is_read_from_all_hosts(of_four: dict[str, Any]) -> None:
-    found, transport, _ = of_four["of one unit"]
-    assert sorted(transport.split(" and ")) == ["shm", "tcp"]
+@pytest.mark.parametrize(("kind", "transports"), [("off", ["tcp"]), ("of one unit", ["shm", "tcp"])])
+def test_what_is_not_shared_is_read_from_all_hosts(kind: str, transports: list[str], of_four: dict[str, Any]) -> None:
+    found, transport, _ = of_four[kind]
+    assert sorted(transport.split(" and ")) == transports
     assert largest_difference(found, of_four["small"][0]) < 1e-5
 
 

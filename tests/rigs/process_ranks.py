@@ -199,6 +199,7 @@ def wait_until(holds: Callable[[], bool], otherwise: str) -> None:
 
 
 def across(rank: int, world_size: int, hosts: int, body: Callable[..., Any], *args: Any) -> Any:
-    """``body`` on ranks that pose as so many hosts."""
+    """``body`` on ranks that pose as so many hosts, and share nothing in each."""
+    os.environ["ODC_SHARE_IN_HOST"] = "off"
     os.environ["ODC_HOST_ID"] = f"host{rank * hosts // world_size}"
     return body(rank, world_size, *args)
