@@ -149,12 +149,11 @@ def make_training(
             f"{about}, and {microbatch_cost:g} s for each microbatch (--microbatch-cost)",
         )
     shape = TransformerShape.from_config(model)
-    has_link = timings is None and world_size <= HOST_RANKS
-    received = sum(shape.layer_parameters) / shape.num_layers * (world_size - 1) / world_size if has_link else 0.0
-    byte_s = 1 / (LINK_SHARE * hardware.links["nvlink"])
+    gather_ms, scatter_ms = transfers_ms
+    layer_s = _layer_s(shape, hardware, world_size) if timings is None else 0.0
     transfers_s = (
-        byte_s * received * 2 if transfers_ms[0] is None else transfers_ms[0] / 1e3,
-        byte_s * received * 4 if transfers_ms[1] is None else transfers_ms[1] / 1e3,
+        2 * layer_s if gather_ms is None else gather_ms / 1e3,
+        4 * layer_s if scatter_ms is None else scatter_ms / 1e3,
     )
     if any(transfers_s):
         gather, scatter = (f"{1e3 * seconds:.3g}" for seconds in transfers_s)
@@ -170,6 +169,12 @@ def make_training(
         recompute,
         transfers_s,
     )
+
+
+def _layer_s(shape: TransformerShape, device: Device, world_size: int) -> float:
+    """For all ranks but one to send a rank their parts of a layer, of a byte for each parameter, over NVLink."""
+    others = (world_size - 1) / world_size if world_size <= HOST_RANKS else 0.0
+    return others * sum(shape.layer_parameters) / shape.num_layers / (LINK_SHARE * device.links["nvlink"])
 
 
 def _check_model(model: str) -> None:

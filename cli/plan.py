@@ -269,9 +269,7 @@ def _speeds(given: str | None) -> tuple[float, ...] | None:
     return speeds
 
 
-def _machines(
-    training: Training, odc_slower: float, overlap: float, noise: float, seed: int
-) -> dict[Comm, Machine]:
+def _machines(training: Training, odc_slower: float, overlap: float, noise: float, seed: int) -> dict[Comm, Machine]:
     """What each kind of communication meets."""
     share, (gather, scatter) = 1 / 4 if training.recompute else 1 / 3, training.transfers_s
     common = Machine(noise=noise, seed=seed, overlap=overlap, forward_share=share)

@@ -99,8 +99,9 @@ def train(
         loader.load_state_dict(saved["loader"])
         step, epoch = saved["step"], saved["loader"]["epoch"]
 
-    options = {"deterministic": args.deterministic, "share_in_host": args.share_in_host}
-    session = odc.patch_fsdp(model, **options) if args.odc else None
+    session = (
+        odc.patch_fsdp(model, deterministic=args.deterministic, share_in_host=args.share_in_host) if args.odc else None
+    )
 
     log = RunLog(args.out, vars(args), step)
     log.say(f"resumed from {path}" if path else "starting at the beginning")

@@ -173,7 +173,7 @@ class Fsdp2Unit(Unit):
         # too, and FSDP2 keeps no shard of its own between forward and backward.
         self._smaller = None if smaller is None or smaller == group.mesh_info else smaller
         if self._smaller is not None and self.copy_group is None:
-            self.sharing = Sharing(smaller.shard_process_group, smaller.replicate_process_group)
+            self.sharing = Sharing(smaller.shard_process_group, smaller.replicate_process_group, "group")
         self._extensions = [p.extension for p in self.params if p.extension is not None]
         self.is_extended = bool(self._extensions)
         self.in_place: InPlace | None = None

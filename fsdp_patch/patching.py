@@ -228,7 +228,8 @@ def _share_in_host(units: Sequence[Unit], exchange: ProcessGroupExchange, config
     if topology.num_hosts == 1:
         return
     size, most = topology.ranks_per_host(), config.most_shared_bytes
-    free, num_groups = zip(*gather_json(exchange, [_free_bytes(units[0].device), num_named_groups()]), strict=True)
+    here = [_free_bytes(units[0].device, len(topology.ranks_here())), num_named_groups()]
+    free, num_groups = zip(*gather_json(exchange, here), strict=True)
     if size is None or size == 1 or len(set(num_groups)) > 1:
         if config.share_in_host == "on":
             raise ConfigError(
@@ -238,8 +239,7 @@ def _share_in_host(units: Sequence[Unit], exchange: ProcessGroupExchange, config
             )
         return
     sharing = share_among(exchange.global_ranks, size, topology.me)
-    on_device = units[0].device.type == "cuda"
-    left = min(free) / (2 if on_device else 2 * size) if most is None else most
+    left = min(free) / 2 if most is None else most
     for unit in units:
         # Parameters and gradients of counterparts, in what they are kept in: a little more than what travels.
         more = 2 * (sharing.num_homes - 1) * sum(shard.nbytes for shard, _ in unit.resident())
@@ -247,12 +247,12 @@ def _share_in_host(units: Sequence[Unit], exchange: ProcessGroupExchange, config
             unit.sharing, left = sharing, left - more
 
 
-def _free_bytes(device: torch.device) -> float:
-    """Of the device, or of the host, whose ranks share it."""
+def _free_bytes(device: torch.device, ranks_here: int) -> float:
+    """Of the device; or this rank's part of the host's memory."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     free = available_bytes()
-    return math.inf if free is None else free
+    return math.inf if free is None else free / ranks_here
 
 
 def _measure(exchange: Exchange, units: Sequence[Unit]) -> None:

@@ -277,8 +277,7 @@ class Publisher:
         """Let what these units have of other hosts arrive without a pause between them. Before each is published."""
         shared = [i for i in units if self._units[i].sharing is not None and not self._units[i].communicates]
         shared = [index for index in shared if self._units[index].device.type == "cpu"]  # a stream's come so anyway
-        for replicas in dict.fromkeys(self._units[index].replicas for index in shared):
-            assert replicas is not None
+        for replicas in filter(None, dict.fromkeys(self._units[index].replicas for index in shared)):
             replicas.meet_to_publish()
         for index in shared:
             self._units[index].begin_filling(self._runtime.published_shard(index))

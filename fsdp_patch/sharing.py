@@ -33,6 +33,8 @@ class Sharing:
     """This rank and those with which it shares parameters and gradients, by place."""
     counterparts: dist.ProcessGroup
     """The ranks with this one's place, by home."""
+    where: str = "host"
+    """What a home is, for people."""
 
     @property
     def num_homes(self) -> int:
@@ -56,6 +58,25 @@ class Sharing:
     def rows(self, whole: Sequence[Rows]) -> list[Rows]:
         """What is pushed to the home of ``whole``, which has rows for all ranks."""
         return [Rows(_of_home(part, home), part.numel) for home in self._homes for part in whole]
+
+    def describe(self, units: Sequence[UnitSpec]) -> str:
+        """What it takes, and what crosses, of ``units`` as one rank has them; for people.
+
+        In the collectives of a step a rank gets a row from each counterpart. Without sharing each rank would read the
+        rows of all other homes, twice in a microbatch, and be pushed to from each of their ranks, once.
+        """
+        size, others = self.home.size(), self.num_homes - 1
+        shards = sum(unit.shard_bytes for unit in units)
+        sums = sum(unit.grad_numel * unit.grad_dtype.itemsize for unit in units)
+        return (
+            f"shared by the {size} of each {self.where}: {_amount(others * (shards + sums))} more a rank, and "
+            f"{_amount(size * others * (shards + sums))} from other {self.where}s in a step in place of "
+            f"{_amount(size * size * others * (2 * shards + sums))} in a microbatch"
+        )
+
+
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def _of_home(part: Rows, home: slice) -> torch.Tensor:

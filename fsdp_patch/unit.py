@@ -104,7 +104,7 @@ class Unit(ABC):
         """The coming gradients, by the number of the shard, see :meth:`gradient_shards`."""
         self.reduction = Reduction()
         """FSDP's own work on this unit's gradients, in which these are no news."""
-        self._whole: Destination | None = None
+        self._gathered: tuple[Destination, Destination] | None = None  # the last one that was asked for, and at home
         self._arriving: dist.Work | None = None
 
     # What it is
@@ -205,9 +205,9 @@ class Unit(ABC):
             return out
         if isinstance(out, torch.Tensor):
             return self.sharing.destination(Destination([out.view(self.shard_group.size(), -1)]))
-        if self._whole is not out:  # where it is gathered in place that is the same one each time
-            self._whole, self._at_home = out, self.sharing.destination(out)
-        return self._at_home
+        if self._gathered is None or self._gathered[0] is not out:  # in place it is the same one each time
+            self._gathered = out, self.sharing.destination(out)
+        return self._gathered[1]
 
     def pushed(
         self, grads: torch.Tensor | Sequence[Rows], present: Sequence[bool]
@@ -502,28 +502,11 @@ def describe_meshes(meshes: Sequence[Sequence[Unit]]) -> str:
     for units in meshes:
         first, more = units[0], ""
         if first.sharing is not None:
-            more = f", {_describe_sharing(first.sharing, [unit.own for unit in units])}"
+            more = f", {first.sharing.describe([unit.own for unit in units])}"
         elif first.copy_group is not None:
             more = f", {first.copy_group.size()} replicas"
         found.append(f"{len(units)} units over {first.shard_group.size()} ranks{more}")
     return " and ".join(found)
-
-
-def _describe_sharing(sharing: Sharing, units: Sequence[UnitSpec]) -> str:
-    """What it takes, and what crosses: in a collective a rank gets a row from each counterpart; else each rank has what
-    it reads, twice in a microbatch, and is pushed, once, from each rank of another home."""
-    size, others = sharing.home.size(), sharing.num_homes - 1
-    shards = sum(unit.shard_bytes for unit in units)
-    sums = sum(unit.grad_numel * unit.grad_dtype.itemsize for unit in units)
-    return (
-        f"shared by the {size} of each host: {_amount(others * (shards + sums))} more a rank, and "
-        f"{_amount(size * others * (shards + sums))} from other hosts in a step in place of "
-        f"{_amount(size * size * others * (2 * shards + sums))} in a microbatch"
-    )
-
-
-def _amount(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -441,8 +441,8 @@ MUTANTS = (
         (("for home in self._homes for part in whole", "for home in self._homes[::-1] for part in whole"),),
     ),
     Mutant(
-        "fsdp-a-shared-change-by-hand-stays-in-the-host",
-        "Where ranks of a host share, parameters changed by hand are published anew without those of the counterparts. Each host computes with what the others had before.",
+        "fsdp-shared-parameters-are-published-too-early",
+        "Where ranks of a host share, parameters are published before those of the counterparts have arrived. Each host computes with what the others had before.",
         ("tests/fsdp/test_shared_in_host.py::test_parameters_that_change_between_steps_cross_again",),
         "fsdp_patch/unit.py",
         (('        self.replicas.wait(arriving, f"parameters of {self.name!r}")\n', "        pass\n"),),

@@ -158,8 +158,8 @@ def algorithm_3(volume: IntArray, limit_s: float, *, relaxed: bool) -> tuple[flo
     for rank, volumes in enumerate((volume / unit).tolist()):
         kept = [(row[rank // RANKS_PER_NODE], amount) for row, amount in zip(x, volumes, strict=True)]
         program.addConstraint(pulp.LpAffineExpression([*kept, (most, 1.0)]) >= sum(volumes))
-    cbc = pulp.PULP_CBC_CMD.pulp_cbc_path  # the one that comes with pulp
-    program.solve(pulp.COIN_CMD(path=cbc, msg=False, timeLimit=limit_s))
+    # The CBC that comes with pulp.
+    program.solve(pulp.COIN_CMD(path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, timeLimit=limit_s))
     nodes = np.array([int(np.argmax([variable.value() or 0.0 for variable in row])) for row in x])
     return float(most.value()) * unit, nodes
 

@@ -67,8 +67,7 @@ def test_gradients_reduced_in_bf16_take_slots() -> None:
     frozen = UnitSpec("layers.1", 1000, torch.bfloat16)
 
     def slots(exchange: ThreadExchange, units: Sequence[UnitSpec], **options: Any) -> int:
-        config = RuntimeConfig(transport="fake_cuda", timeout_s=10, **options)
-        return slots_of(Runtime.create(exchange, units, config))
+        return slots_of(Runtime.create(exchange, units, RuntimeConfig(transport="fake_cuda", timeout_s=10, **options)))
 
     assert min(values(run_threads(2, lambda e: slots(e, [unit, frozen])))) > 0
     assert values(run_threads(2, lambda e: slots(e, [unit, frozen], accumulate="direct"))) == [0, 0]

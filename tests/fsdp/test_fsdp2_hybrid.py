@@ -152,7 +152,7 @@ def mixed_run(rank: int, world_size: int, use_odc: bool) -> list[float]:
 
 
 @pytest.mark.skipif(torch_version() < (2, 12), reason="torch shards no integer parameters before 2.12")
-def test_a_unit_of_several_dtypes_in_the_three_orders_of_rows() -> None:
+def test_a_unit_of_several_dtypes_that_groups_share() -> None:
     for theirs, ours in run_ranks(4, mixed_runs, timeout_s=180):
         assert ours == theirs
 

@@ -61,8 +61,7 @@ def test_hosts_are_told_apart_and_found(share_in_host: str, hosts: network.TwoHo
     results = start_ranks(4, on_hosts, counts, share_in_host, enter=hosts.enter).join(150)
     assert all(r.error is None for r in results), [r.error for r in results]
     for rank, (*found, parameters) in enumerate(r.value for r in results):
-        home = names[rank // 2 * 2 : rank // 2 * 2 + 2]
-        shared = ["shm", home, ("127.0.0.1",) * 2]
+        shared = ["shm", (hosts.hosts[rank // 2],) * 2, ("127.0.0.1",) * 2]
         assert found == (["tcp", names, ("10.77.0.1",) * 2 + ("10.77.0.2",) * 2] if share_in_host == "off" else shared)
         assert largest_difference(parameters, reference(counts, 6)) < 1e-5
 

@@ -93,7 +93,7 @@ def compare(case: Case, expected: Run, found: Run, terms: Mapping[str, float]) -
 def _way(case: Case) -> list[str]:
     """What a session says of itself that communicates as this case wants it."""
     staging = {"in-place": "in place", "staged": f"staged ({STAGING}=on)", "none": ""}[case.staging]
-    return ["shared by the 2 of each host" if case.transport == "shared" else case.transport, staging]
+    return ["shared by the 2 of each " if case.transport == "shared" else case.transport, staging]
 
 
 def _in_words(error: float, theirs: torch.Tensor | None, ours: torch.Tensor | None) -> str:
