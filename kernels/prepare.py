@@ -48,8 +48,8 @@ def needed_entries(units: Iterable[UnitDtypes]) -> list[AotEntry]:
         casts = [(s, out) for s in known for out in known if s != torch.float64 or out.itemsize > 2]
         narrow = [d for d in known if d is unit.published and d.itemsize < unit.grads.itemsize]
         pushed = (unit.grads, *narrow)
-        sums = [(unit.sums, d) for d in {*pushed, unit.sums} if (unit.sums, d) in accumulate.PAIRS]
-        atomic = [d for d in {*pushed, torch.float32} if d in parts.GRADIENTS and unit.sums == torch.float32]
+        sums = [(unit.sums, d) for d in dict.fromkeys((*pushed, unit.sums)) if (unit.sums, d) in accumulate.PAIRS]
+        atomic = [d for d in dict.fromkeys((*pushed, torch.float32)) if d in parts.GRADIENTS and unit.sums == torch.float32]
         entries = (
             accumulate.aot_entries(sums),
             slots.aot_entries(sums),
