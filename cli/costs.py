@@ -27,6 +27,8 @@ from odc.cli.lengths import MOST_TOKENS, check_ends
 from odc.errors import shorten, shown
 
 _LARGEST_FILE = 2**26  # bytes of what is read whole
+PARAM_BYTES, REDUCED_BYTES = 2, 4
+"""Of a parameter as it is gathered, bf16, and of a gradient as it is reduced, float32."""
 HOST_RANKS = 8
 """Ranks that NVLink connects."""
 LINK_SHARE = 350 / 450
@@ -118,6 +120,7 @@ def make_training(
     timings: Path | None,
     microbatch_cost: float | None = None,
     transfers_ms: tuple[float | None, float | None] = (0.0, 0.0),
+    hosts: int = 1,
 ) -> Training:
     """Cost and memory of a model on a kind of device.
 
@@ -131,6 +134,7 @@ def make_training(
         microbatch_cost: seconds that a microbatch takes besides its samples; None: what timings say, else nothing.
         transfers_ms: to gather a layer and to reduce-scatter its gradients; None: what their bytes take over NVLink, in
             bf16 and in float32. Nothing for more ranks than it connects, and beside timings, which may have them.
+        hosts: over which the ranks are; what crosses between these is not counted here.
 
     Raises:
         ValueError: something cannot be read or is not known.
@@ -150,10 +154,10 @@ def make_training(
         )
     shape = TransformerShape.from_config(model)
     gather_ms, scatter_ms = transfers_ms
-    layer_s = _layer_s(shape, hardware, world_size) if timings is None else 0.0
+    layer_s = _layer_s(shape, hardware, world_size // hosts) if timings is None else 0.0
     transfers_s = (
-        2 * layer_s if gather_ms is None else gather_ms / 1e3,
-        4 * layer_s if scatter_ms is None else scatter_ms / 1e3,
+        PARAM_BYTES * layer_s if gather_ms is None else gather_ms / 1e3,
+        REDUCED_BYTES * layer_s if scatter_ms is None else scatter_ms / 1e3,
     )
     if any(transfers_s):
         gather, scatter = (f"{1e3 * seconds:.3g}" for seconds in transfers_s)
@@ -164,7 +168,7 @@ def make_training(
         about,
         shape,
         ActivationMemory.from_config(model, recompute=recompute, logits="chunked"),
-        ShardedState.from_config(model, world_size),
+        ShardedState.from_config(model, world_size, num_sharing=world_size // hosts),
         hardware,
         recompute,
         transfers_s,

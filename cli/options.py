@@ -99,6 +99,30 @@ Overlap = Annotated[
     float, typer.Option("--overlap", min=0.0, max=1.0, help="Part of transfers that compute can hide.", **_TRUTH)
 ]
 
+_HOSTS: dict[str, Any] = {"rich_help_panel": "Several hosts"}
+
+Hosts = Annotated[
+    int,
+    typer.Option(
+        "--hosts",
+        min=1,
+        help="The ranks are on so many hosts. Policies are compared for what FSDP and ODC do there by themselves: full "
+        "sharding, and parameters and gradients shared in each host. Then the best ones, for each way to shard.",
+        **_HOSTS,
+    ),
+]
+Between = Annotated[
+    str | None,
+    typer.Option(
+        "--between",
+        metavar="BANDWIDTH",
+        help="What a host receives from the others while it sends as much, per second: 100Gb (bits) or 12.5GB (bytes). "
+        "Default: an InfiniBand port for each device.",
+        show_default=False,
+        **_HOSTS,
+    ),
+]
+
 _MODALITIES: dict[str, Any] = {"rich_help_panel": "Samples of several modalities"}
 
 Modalities = Annotated[

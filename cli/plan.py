@@ -18,6 +18,7 @@ from odc.balance import Machine, Scenario, get_policy, policy_names
 from odc.balance.costs.devices import DEVICES
 from odc.balance.plan import Comm
 from odc.balance.rearrange.from_home import FromHome
+from odc.cli import hosts as over_hosts
 from odc.cli import options
 from odc.cli.comparison import ByOrder, compare, memory_note, recommend, reordered, table, to_json
 from odc.cli.context_parallel import POLICIES, compare_sizes, parse_groups, report_groups
@@ -35,7 +36,7 @@ _GROUPED_POLICIES = ("none", "lb-micro-global", "lb-mini")
 """Compared for grouped lengths unless others are named: plain FSDP, and the best of each kind of communication."""
 _TEXT_ONLY = (
     *("truncate", "policy", "batch_size", "speeds", "noise", "gather_ms", "scatter_ms", "odc_slower", "overlap"),
-    *("samples", "panel", "context_parallel", "link", "rollouts", "reorder"),
+    *("samples", "panel", "context_parallel", "link", "rollouts", "reorder", "hosts", "between"),
 )
 """Options that plans of several modalities do not look at."""
 
@@ -68,6 +69,8 @@ def plan(
     scatter_ms: options.ScatterMs = None,
     odc_slower: options.OdcSlower = 1.0,
     overlap: options.Overlap = 1.0,
+    hosts: options.Hosts = 1,
+    between: options.Between = None,
     minibatches: Annotated[int, typer.Option("--minibatches", min=1, help="Plan at most so many.")] = 200,
     samples: Annotated[
         int, typer.Option("--samples", min=1, help="How many samples to take of a length law; of files, all are read.")
@@ -108,9 +111,11 @@ def plan(
     --context-parallel 1,2,4,8 compares groups of devices, each of which computes its microbatches together: what the
     longest samples hold up, groups divide. All sizes are given the same samples in each step.
 
+    --hosts 2 --between 100Gb also shows what crosses between hosts, how much of that compute hides, and how to shard.
+
     Examples:
 
-        odc plan lengths.txt --world-size 16 --max-tokens 65536
+        odc plan lengths.txt --world-size 16 --hosts 2 --between 100Gb
 
         odc plan data.jsonl --field text --plot plan.png
 
@@ -129,6 +134,7 @@ def plan(
         check_options(
             context, with_modalities=bool(modality), with_groups=context_parallel is not None, with_rollouts=rollouts
         )
+        network = over_hosts.parse_network(hosts, between, world_size, device)
         training = make_training(
             model,
             device,
@@ -138,6 +144,7 @@ def plan(
             timings=timings,
             microbatch_cost=microbatch_cost,
             transfers_ms=(0.0, 0.0) if modality else (gather_ms, scatter_ms),
+            hosts=hosts,
         )
         count_tokens = TokenCounter(tokenizer, chars_per_token)
         if modality:
@@ -177,7 +184,8 @@ def plan(
             speeds=_speeds(speeds),
             seed=seed,
         )
-        machines = _machines(training, odc_slower, overlap, noise, seed)
+        inside = _machines(training, odc_slower, overlap, noise, seed)
+        machines = inside if network is None else over_hosts.usual(inside, network, training)
         if groups is not None:
             with progress_bar() as progress:
                 num_minibatches = np.size(scenario.lengths) // (world_size * minibatch_size)
@@ -195,6 +203,7 @@ def plan(
             comparison = compare(scenario, tokens, plans, training, machines, on_minibatch)
             found = reordered(comparison, grouped, on_minibatch)
         recommendation = recommend(found)
+        ways = [] if network is None else over_hosts.compare_ways(network, comparison, inside)
         moves: dict[str, Moved] = {}
         if rollouts:
             bytes_per_s = DEVICES[device].links[LINK]
@@ -206,11 +215,15 @@ def plan(
                 progress.add_task("drawing", total=None)
                 plot_plan(plot, comparison, minibatch_only=panel == "minibatch")
     if as_json:
-        about = {"moved": {name: asdict(each) for name, each in moves.items()}} if rollouts else {}
+        about: dict[str, object] = {"ways": over_hosts.to_json(ways)} if ways else {}
+        if rollouts:
+            about["moved"] = {name: asdict(each) for name, each in moves.items()}
         typer.echo(json.dumps({"lengths": dataset.about, **to_json(found, recommendation), **about}))
         return
     notes = describe_moved(moves, with_nodes=ranks_per_node is not None) if rollouts else None
     _show(found, dataset.about, recommendation, plot, notes)
+    if network is not None:
+        output().print("", over_hosts.table(ways, network), f"[bold]{over_hosts.advice(ways)}[/bold]", sep="\n")
 
 
 def check_options(
@@ -233,7 +246,7 @@ def check_options(
         problems["ranks_per_node"] = problem
     if with_groups:
         problem = "is not for groups: leave it out, or leave out --context-parallel"
-        problems |= dict.fromkeys(("panel", "rollouts", "reorder"), problem)
+        problems |= dict.fromkeys(("panel", "rollouts", "reorder", "hosts", "between"), problem)
     elif not with_modalities:
         problem = "is between devices of a group: expected --context-parallel too"
         problems["link"] = problem
@@ -272,7 +285,8 @@ def _speeds(given: str | None) -> tuple[float, ...] | None:
 def _machines(training: Training, odc_slower: float, overlap: float, noise: float, seed: int) -> dict[Comm, Machine]:
     """What each kind of communication meets."""
     share, (gather, scatter) = 1 / 4 if training.recompute else 1 / 3, training.transfers_s
-    common = Machine(noise=noise, seed=seed, overlap=overlap, forward_share=share)
+    layers = training.shape.num_layers
+    common = Machine(noise=noise, seed=seed, overlap=overlap, forward_share=share, num_layers=layers)
     return {
         "collective": replace(common, gather=gather, scatter=scatter),
         "odc": replace(common, gather=gather * odc_slower, scatter=scatter * odc_slower),

@@ -180,6 +180,7 @@ class ShardedState:
         grad_bytes: int = 4,
         moment_bytes: int = 4,
         gathered_layers: int = 2,
+        num_sharing: int | None = None,
     ) -> ShardedState:
         """The state of the model that ``config`` describes, each layer and the root an FSDP unit.
 
@@ -191,6 +192,7 @@ class ShardedState:
             grad_bytes: of a gradient as it is reduced and kept.
             moment_bytes: of each of Adam's two moments.
             gathered_layers: number of layers that are whole at once.
+            num_sharing: ranks that publish for each other and share sums, those of a host; None: all.
 
         Raises:
             ValueError: as :meth:`TransformerShape.from_config`, or a number is not a positive integer.
@@ -201,13 +203,14 @@ class ShardedState:
             as_count(value, name)
         shape = TransformerShape.from_config(config)
         shard = -(-shape.num_parameters // world_size)
+        published = -(-shape.num_parameters // as_count(num_sharing or world_size, "num_sharing"))
         layers = sorted(shape.layer_parameters, reverse=True)
         gathered = 2 * shape.root_parameters + sum(layers[:gathered_layers]) + layers[0]
         return cls(
             sharded_bytes=shard * (master_bytes + grad_bytes + 2 * moment_bytes),
             unsharded_bytes=gathered * param_bytes + layers[0] * grad_bytes,
             whole_bytes=shape.num_parameters * (param_bytes + grad_bytes) + layers[0] * param_bytes,
-            on_demand_bytes=shard * (param_bytes + grad_bytes),
+            on_demand_bytes=published * (param_bytes + grad_bytes),
         )
 
     @property

@@ -56,6 +56,9 @@ class Machine:
     scatter: float = 0.0
     """Time of one push of one layer's gradients; one per layer and microbatch, in the backward."""
 
+    synchronization: float = 0.0
+    """Time of what ranks exchange once a minibatch, when all have come to its end: nothing hides it."""
+
     overlap: float = 1.0
     """From 0 to 1, the part of the communication that compute hides, as far as there is compute."""
 
@@ -70,7 +73,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {}
-        for name in ("noise", "gather", "scatter", "overlap", "forward_share"):
+        for name in ("noise", "gather", "scatter", "synchronization", "overlap", "forward_share"):
             checked[name] = as_cost(getattr(self, name), name)
         for name in ("overlap", "forward_share"):
             if getattr(self, name) > 1:
@@ -154,7 +157,8 @@ class Stopwatch:
                 busy += times
         if comm == "odc":
             makespan = float(busy.sum(axis=1).max(initial=0.0))
-        return Elapsed(makespan, float(busy.sum()))
+        end = self._machine.synchronization
+        return Elapsed(makespan + end, float(busy.sum()) + end * plan.world_size)
 
     def _stages(self) -> tuple[tuple[float, float], ...]:
         """Part of the compute, and communication: of a forward, then of a backward."""

@@ -1,7 +1,6 @@
 """How long ranks wait: epochs of streams on shipped laws, and the rows of their table.
 
-The second table of :mod:`.batching`, which says what the ways are; with other people's batches beside it, see
-:mod:`.peers`.
+The second table of :mod:`.batching`, which says what the ways are.
 """
 
 from __future__ import annotations

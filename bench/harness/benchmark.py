@@ -265,6 +265,7 @@ class Run:
         *arguments: Any,
         place: Place = CPU,
         have_children: bool = False,
+        enter: Callable[[int, int], object] | None = None,
     ) -> list[Any]:
         """What ``body(rank, *arguments)`` returned on all ranks: new processes of this machine, or torchrun's own.
 
@@ -274,7 +275,7 @@ class Run:
         """
         self.environment["threads_per_rank"] = 1
         if self.launched is None:
-            options: dict[str, Any] = {"on_progress": self.advance, "have_children": have_children}
+            options: dict[str, Any] = {"on_progress": self.advance, "have_children": have_children, "enter": enter}
             return run_ranks(world_size, body, *arguments, place=place, **options)
         if self.launched.world_size != world_size:
             raise ValueError(f"torchrun has started {self.launched.world_size} ranks, and {world_size} are asked for")

@@ -129,6 +129,7 @@ def run_ranks(
     expendable: Collection[int] = (),
     have_children: bool = False,
     preload: Sequence[str] = FOR_TRAINING,
+    enter: Callable[[int, int], object] | None = None,
 ) -> list[Any]:
     """What ``body(rank, *arguments)``, with a :class:`Rank`, returned on every rank, inside a process group.
 
@@ -138,6 +139,7 @@ def run_ranks(
         expendable: ranks that may die; what they return is not waited for, and None.
         have_children: ranks may start processes, such as the workers of a loader, and end them themselves.
         preload: see :func:`process_of_fork_server`.
+        enter: what each process does first, with rank and world size.
 
     Raises:
         NotRunError: a rank raised it.
@@ -146,7 +148,7 @@ def run_ranks(
     results: list[Any] = [None] * world_size
     deadline = None if limit_s is None else time.monotonic() + limit_s
     options: dict[str, Any] = {"have_children": have_children, "preload": preload}
-    with rank_processes(world_size, _run_body, (place, body, arguments), **options) as pipes:
+    with rank_processes(world_size, _run_body, (place, body, arguments, enter), **options) as pipes:
         awaited = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in expendable}
         while awaited:
             ready = wait(list(awaited), SILENCE_LIMIT_S if deadline is None else max(deadline - time.monotonic(), 0.0))
@@ -184,8 +186,11 @@ def _run_body(
     place: Place,
     body: Callable[..., Any],
     arguments: tuple[Any, ...],
+    enter: Callable[[int, int], object] | None,
 ) -> None:
     try:
+        if enter is not None:
+            enter(rank, world_size)
         me = join(rank, world_size, place, store, lambda amount: pipe.send(("progress", amount)))
         pipe.send(("value", body(me, *arguments)))
     except BaseException as error:

@@ -2,7 +2,7 @@
 
     odc bench emulated                              # 8 ranks, LongAlign: collectives + LB-Micro, ODC + LB-Mini
     odc bench emulated --ranks 32 --minibatches 4
-    odc bench emulated --hosts 2 --numel 65536 --way odc-lb-mini --sharding full --sharding hybrid
+    odc bench emulated --between 1Gb --ranks 4 --numel 3125000 --scale 4 --minibatches 2    # 50 million parameters
 
 Each rank trains a model of small layers, each a unit of FSDP2. Forward and backward of a microbatch are sleeps, in
 proportion to what :mod:`odc.balance` says its samples cost, a third of them in the forward; so a minibatch is as
@@ -26,38 +26,49 @@ larger than it is with a core for each. Beside it stands the CPU time of a rank'
 A larger ``--scale`` makes the difference smaller, as a larger model would: host time is per layer and microbatch,
 whatever they compute. By default it grows with the ranks, which share the machine's cores.
 
+With ``--between`` the ranks are on two hosts: network namespaces, whose network passes so much (root and iproute2 are
+needed). Then ways are run for each kind of sharding, in turn, ``--repetitions`` times; each one's median run is shown.
+The plan is that of ``odc plan --hosts 2``, with what gloo sends (a reduce-scatter twice) and hides (nothing). Beside it
+stands what came into the first host:
+
+    full             FSDP2 over all ranks; ODC with ``share_in_host="off"``
+    hybrid           inside of a host, replicas over hosts; FSDP2 all-reduces in the last microbatch only
+    shared           ODC with ``share_in_host="on"``
+
 Lengths are spread evenly over the law, shuffled; microbatches have at most as many tokens as its longest sample. The
 paper's rates and throughput are of more minibatches.
 
-Not covered: bytes (a shard of a layer has ``--numel`` elements), GPUs, communication beside compute, compute that slows
-down beside communication.
+Not covered: bytes within a host (a shard of a layer has ``--numel`` elements), GPUs, communication beside compute,
+compute that slows down beside communication.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
 import typer
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
-from odc.balance import CostModel, Plan, Scenario, bubble_rate, law_names
+from odc.balance import CostModel, Machine, Plan, Scenario, law_names
 from odc.balance.plan import Comm
+from odc.balance.simulate.hosts import Network, Sharding
 from odc.balance.simulate.laws import even_lengths
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table, check_known
-from odc.bench.harness.ranks import Rank
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table, check_known, spread
+from odc.bench.harness.network import received_bytes, two_hosts, why_not
+from odc.bench.harness.ranks import NotRunError, Rank
 from odc.bench.planning.paper_costs import MODELS, paper_cost
 from odc.bench.training.bubble import segments, spent_ns
 from odc.bench.training.emulated_model import FORWARD_SHARE, SleepingModel
-from odc.config import HOST_ID
+from odc.cli.hosts import parse_network
 from odc.fsdp_patch import observe_fsdp, patch_fsdp
 from odc.timeline import Timeline
 
@@ -75,7 +86,14 @@ UNTIMED_SHARE = 0.1
 SCALE_PER_RANK_S = 0.375
 LAW_SAMPLES = 20_000  # whose longest is the law's
 
-Sharding = Literal["full", "hybrid"]
+SHARDINGS: dict[Comm, tuple[Sharding, ...]] = {
+    "collective": ("full", "hybrid"),
+    "odc": ("shared", "hybrid", "full"),
+}
+"""On several hosts."""
+GLOO_PASSES = 2.0
+"""How often gloo sends what it reduce-scatters."""
+ITEM_BYTES = 4  # of parameters and gradients
 
 
 @dataclass(frozen=True)
@@ -91,7 +109,8 @@ class Settings:
     model: str = "1.5B"
     law: str = "longalign"
     seed: int = 0
-    hosts: int = 1
+    between: float = 0.0
+    """Bytes per second that each of two hosts receives; 0: all ranks are on one."""
     numel: int = 256
     group_size: int = 1
     """Neighbouring ranks that compute the same microbatches: a rank of the plans."""
@@ -127,7 +146,7 @@ def work_of(plans: Sequence[Plan], seconds_per_cost: float, rank: int) -> Work:
     return [[UNTIMED_SHARE * seconds for seconds in timed[0]]] * NUM_UNTIMED + timed
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankRun:
     """One rank's run, untimed minibatches included."""
 
@@ -140,6 +159,8 @@ class RankRun:
     """Of this rank's parameters."""
     overhead_bytes: int = 0
     """Of ODC's memory on this rank."""
+    received_bytes: int = 0
+    """From the other host, by this one, in all timed minibatches."""
 
 
 def meet(partners: dist.ProcessGroup, timeline: Timeline) -> None:
@@ -150,22 +171,22 @@ def meet(partners: dist.ProcessGroup, timeline: Timeline) -> None:
 
 def run_rank(me: Rank, settings: Settings, comm: Comm, sharding: Sharding, works: Sequence[Work]) -> RankRun:
     """Train, as far as the others can tell."""
-    rank, per_host = me.rank, me.world_size // settings.hosts
-    if settings.hosts > 1:
-        os.environ[HOST_ID] = f"host{rank // per_host}"
-    partners = None
+    rank, partners = me.rank, None
     if settings.group_size > 1:
         shape = me.world_size // settings.group_size, settings.group_size
         whole = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
         # Parameters are sharded over all ranks, as is usual beside context parallelism.
         partners, mesh = whole.get_group("cp"), whole._flatten("dp_cp")
     elif sharding == "hybrid":
-        mesh = init_device_mesh("cpu", (settings.hosts, per_host), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh("cpu", (2, me.world_size // 2), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (me.world_size,))
     model = SleepingModel(settings.layers, settings.numel * me.world_size, mesh)
+    set_requires_all_reduce = cast(FSDPModule, model).set_requires_all_reduce
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    session = patch_fsdp(model) if comm == "odc" else None
+    session = None
+    if comm == "odc":
+        session = patch_fsdp(model, share_in_host="on" if sharding == "shared" else "off")
     timeline = Timeline(rank) if session is None else session.start_timeline()
     if session is None:
         observe_fsdp(model, timeline)
@@ -176,11 +197,17 @@ def run_rank(me: Rank, settings: Settings, comm: Comm, sharding: Sharding, works
     gc.collect()
     gc.freeze()
     dist.barrier()
+    reduces_once = session is None and sharding == "hybrid"
     for number, microbatches in enumerate(works[rank]):
+        if number == NUM_UNTIMED and settings.between:
+            me.meet()
+            run.received_bytes = -received_bytes()
         timeline.minibatch, cpu_ns = number, time.thread_time_ns()
         with timeline.span("minibatch", str(number)):
             with nullcontext() if session is None else session.minibatch():
-                for seconds in microbatches:
+                for index, seconds in enumerate(microbatches):
+                    if reduces_once:
+                        set_requires_all_reduce(index == len(microbatches) - 1)
                     model.microbatch(seconds)
             optimizer.step()
             optimizer.zero_grad()
@@ -188,6 +215,8 @@ def run_rank(me: Rank, settings: Settings, comm: Comm, sharding: Sharding, works
         run.cpu_ns.append(time.thread_time_ns() - cpu_ns)
         me.report(1.0 if rank == 0 else 0.0)
     dist.barrier()
+    if settings.between:
+        run.received_bytes += received_bytes()
     if session is not None:
         session.close()
     return run
@@ -196,27 +225,40 @@ def run_rank(me: Rank, settings: Settings, comm: Comm, sharding: Sharding, works
 def run_way(run: Run, way: str, settings: Settings, sharding: Sharding = "full") -> dict[str, Any]:
     """Plan, run and compare: the result's entry of one way to train."""
     comm, policy = WAYS[way]
-    plans = settings.plans(policy)
+    epoch = settings.scenario().plan(policy)
+    plans = [minibatch.plan for minibatch in epoch.minibatches]
     seconds_per_cost = settings.seconds_per_cost(plans)
     works = [work_of(plans, seconds_per_cost, rank // settings.group_size) for rank in range(settings.ranks)]
-    runs = run.ranks(settings.ranks, run_rank, settings, comm, sharding, works)
+    machine, crosses_bytes, enter = Machine(overlap=0.0, num_layers=settings.layers), 0.0, None
+    with ExitStack() as stack:
+        if settings.between:
+            network = Network(2, settings.ranks // 2, settings.between * seconds_per_cost, GLOO_PASSES)
+            size = ITEM_BYTES * settings.numel * settings.ranks * settings.layers
+            crossing = network.crossing(comm, sharding, size, size)
+            machine = network.machine(machine, crossing, comm, settings.layers)
+            crosses_bytes = sum(crossing.num_bytes(plan, comm, 2) for plan in plans) / len(plans)
+            enter = stack.enter_context(two_hosts(8 * settings.between)).enter
+        runs = run.ranks(settings.ranks, run_rank, settings, comm, sharding, works, enter=enter)
+    planned_s = epoch.run(comm, machine).makespans * seconds_per_cost
+    computed_s = [float(plan.microbatch_times().sum()) * seconds_per_cost / plan.world_size for plan in plans]
     timed = range(NUM_UNTIMED, NUM_UNTIMED + len(plans))
-    makespans = [plan.makespan(comm) * seconds_per_cost for plan in plans]
     minibatches = [
-        {"planned_bubble": plan.bubble_rate(comm), "planned_s": planned_s, **shares(runs, [number], comm)}
-        for number, plan, planned_s in zip(timed, plans, makespans, strict=True)
+        {"planned_bubble": 1 - compute_s / makespan_s, "planned_s": makespan_s, **shares(runs, [number], comm)}
+        for number, compute_s, makespan_s in zip(timed, computed_s, planned_s.tolist(), strict=True)
     ]
-    planned, measured = bubble_rate(plans, comm), shares(runs, timed, comm)
+    planned, measured = 1 - sum(computed_s) / float(planned_s.sum()), shares(runs, timed, comm)
     return {
         "way": way,
         "sharding": sharding,
         "num_microbatches": [list(plan.num_microbatches) for plan in plans],
         "planned_bubble": planned,
-        "planned_s": sum(makespans) / len(plans),
+        "planned_s": float(planned_s.mean()),
         "difference_points": 100 * (measured["bubble"] - planned),
         **measured,
         "shards_mb": max(each.shards_bytes for each in runs) / 1e6,
         "overhead_mb": max(each.overhead_bytes for each in runs) / 1e6,
+        "planned_crosses_mb": crosses_bytes / 1e6,
+        "crosses_mb": runs[0].received_bytes / len(plans) / 1e6,
         "minibatches": minibatches,
     }
 
@@ -267,26 +309,41 @@ def measure(
     minibatch_size: Annotated[int, typer.Option(min=1, help="Samples per rank and minibatch.")] = 4,
     numel: Annotated[int, typer.Option(min=1, help="Elements of a layer's shard, were it over all ranks.")] = 256,
     seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 0,
-    hosts: Annotated[int, typer.Option(min=1, help="The ranks pose as so many hosts: tcp between them.")] = 1,
-    sharding: Annotated[
-        list[str] | None, typer.Option(help="full (the default), or hybrid: within a host, replicas over hosts.")
-    ] = None,
+    between: Annotated[
+        str, typer.Option(help="What the network of two hosts passes, over which the ranks are: 1Gb, 125MB.")
+    ] = "",
+    repetitions: Annotated[int, typer.Option(min=1, help="Of each way.")] = 1,
     model: Annotated[str, typer.Option(help=f"Cost model, of {', '.join(MODELS)}.")] = "1.5B",
     law: Annotated[str, typer.Option(help=f"Of lengths: {', '.join(law_names())}.")] = "longalign",
 ) -> Entries:
-    ways, shardings = way or ["collective-lb-micro", "odc-lb-mini"], sharding or ["full"]
-    check_known(
-        way=(ways, WAYS), sharding=(shardings, ("full", "hybrid")), model=([model], MODELS), law=([law], law_names())
+    ways = way or ["collective-lb-micro", "odc-lb-mini"]
+    check_known(way=(ways, WAYS), model=([model], MODELS), law=([law], law_names()))
+    network = parse_network(2, between, ranks, "h100") if between else None
+    settings = Settings(
+        ranks,
+        layers,
+        minibatches,
+        minibatch_size,
+        scale,
+        model,
+        law,
+        seed,
+        network.bytes_per_s if network else 0.0,
+        numel,
     )
-    if ranks % hosts:
-        raise ValueError(f"--hosts {hosts}: {ranks} ranks cannot be shared out evenly")
-    settings = Settings(ranks, layers, minibatches, minibatch_size, scale, model, law, seed, hosts, numel)
-    run.begin(len(ways) * len(shardings) * (minibatches + NUM_UNTIMED))
+    if network is not None and (reason := why_not()) is not None:
+        raise NotRunError(f"--between {reason}")
+    jobs = [(name, each) for name in ways for each in (SHARDINGS[WAYS[name][0]] if network else ("full",))]
+    run.begin(len(jobs) * repetitions * (minibatches + NUM_UNTIMED))
+    found: dict[tuple[str, Sharding], list[dict[str, Any]]] = {job: [] for job in jobs}
+    for name, each in jobs * repetitions:
+        run.describe(f"{name}, {law}, {ranks} ranks" + (f", {each}" if network else ""))
+        found[name, each].append(run_way(run, name, settings, each))
     runs = []
-    for each in shardings:
-        for name in ways:
-            run.describe(f"{name}, {law}, {ranks} ranks" + (f", {each}" if len(shardings) > 1 else ""))
-            runs.append(run_way(run, name, settings, "hybrid" if each == "hybrid" else "full"))
+    for of_job in found.values():
+        of_job.sort(key=lambda entry: entry["minibatch_s"])
+        repeated = spread([entry["minibatch_s"] for entry in of_job])
+        runs.append({**of_job[len(of_job) // 2], "repeated_minibatch_s": repeated})
     add_ratios(runs)
     return {"forward_share": FORWARD_SHARE, "sizes": asdict(settings), "runs": runs}
 
@@ -308,7 +365,11 @@ def figures(result: Entries) -> Figures:
 
 
 def _way(row: Row) -> str:
-    return f"{row['way']}, hybrid" if row["sharding"] == "hybrid" else str(row["way"])
+    return str(row["way"]) if row["sharding"] == "full" else f"{row['way']}, {row['sharding']}"
+
+
+def _megabytes(row: Row, key: str) -> str:
+    return f"{row[key]:.0f}" if row.get(key) else ""
 
 
 PLANNED_AND_MEASURED = (
@@ -334,6 +395,8 @@ BENCHMARK = Benchmark(
             (
                 *PLANNED_AND_MEASURED,
                 Column("CPU ms", "cpu_s", ".1f", 1e3),
+                Column("MB into a host planned", lambda row: _megabytes(row, "planned_crosses_mb")),
+                Column("measured", lambda row: _megabytes(row, "crosses_mb")),
                 Column("MB of ODC", lambda row: f"{row['overhead_mb']:.2f}" if row["overhead_mb"] else ""),
             ),
         ),

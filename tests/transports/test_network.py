@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import network
 import pytest
 import torch
 from faulty_ranks import stoppable, wait_for_training
@@ -31,6 +30,7 @@ from watching import wait_for_all
 
 import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc.bench.harness import network
 from odc.setup.agreement import ProcessGroupExchange
 
 pytestmark = pytest.mark.skipif(network.why_not() is not None, reason=str(network.why_not()))

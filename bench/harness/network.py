@@ -1,4 +1,4 @@
-"""Two hosts and a switch on one machine: network namespaces, so that the network between them can be cut.
+"""Two hosts and a switch on one machine: network namespaces, so that the network between them can be slow, or cut.
 
 Ranks that enter a host have its addresses, its routes and its name. Nothing is made up for them: hosts are told apart
 and addresses found as between real machines. Needs root and iproute2.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _INTERFACE = "odc0"  # the same name on both hosts
+_LEAST_BURST, _BURST_S = 128 << 10, 0.002  # what goes at once: a packet of the interface has up to 64 KiB
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,15 @@ class TwoHosts:
         _ip("-n", self.switch, "link", "set", "switch", "up")
 
 
+def received_bytes() -> int:
+    """What the host that this process has entered has received from the other one, since it was set up."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.strip().startswith(f"{_INTERFACE}:"))
+
+
 @contextmanager
-def two_hosts() -> Iterator[TwoHosts]:
-    """Set them up, and take them down afterwards."""
+def two_hosts(bits_per_s: float = 0.0) -> Iterator[TwoHosts]:
+    """Set them up, and take them down afterwards. Each sends at most so many bits; 0: what the machine can."""
     names = [f"odc-{os.getpid()}-{name}" for name in ("a", "b", "switch")]
     made: list[str] = []
     try:
@@ -63,6 +70,10 @@ def two_hosts() -> Iterator[TwoHosts]:
         _ip("-n", switch, "link", "set", "switch", "up")
         for number, host in enumerate(hosts, start=1):
             _plug_in(host, switch, number)
+            if bits_per_s:
+                burst = max(_LEAST_BURST, bits_per_s / 8 * _BURST_S)
+                shape = ("rate", f"{bits_per_s:.0f}bit", "burst", f"{burst:.0f}", "latency", "50ms")
+                _run("tc", "-n", host, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *shape)
         yield TwoHosts((hosts[0], hosts[1]), switch)
     finally:
         for name in made:
@@ -97,4 +108,8 @@ def _require(status: int) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=60)

@@ -1,0 +1,76 @@
+"""What crosses between hosts in a step, by the way to train, and what that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from odc.balance.plan import Comm, Plan
+from odc.balance.simulate.machine import Machine
+
+Sharding = Literal["full", "hybrid", "shared"]
+"""Over all ranks; inside of each host, with replicas over hosts; over all ranks, where those of a host share parameters
+and gradients."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Bytes that come into a host."""
+
+    gather: float
+    """With each gather of the whole model: by collectives for all ranks together, with ODC for each rank."""
+    scatter: float
+    """With each reduction or push of the gradients of the whole model, likewise."""
+    per_step: float
+    """Once a step, when all ranks have come to its end."""
+
+    def num_bytes(self, plan: Plan, comm: Comm, num_hosts: int) -> float:
+        """In the step of ``plan``: each microbatch gathers twice, and reduces once."""
+        counts = plan.num_microbatches
+        times = max(counts) if comm == "collective" else sum(counts) / num_hosts
+        return times * (2 * self.gather + self.scatter) + self.per_step
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts with as many ranks each, and what connects them.
+
+    Example:
+        >>> network = Network(num_hosts=2, ranks_per_host=8, bytes_per_s=12.5e9)
+        >>> a_7b = 15.2e9, 30.5e9  # bytes of its parameters and of its gradients
+        >>> f"{network.crossing('odc', 'shared', *a_7b).per_step / 1e9:.0f} GB"
+        '23 GB'
+    """
+
+    num_hosts: int
+    ranks_per_host: int
+    bytes_per_s: float
+    """That a host receives, while it sends as many."""
+    passes: float = 1.0
+    """How often the process group sends what it reduce-scatters: gloo does twice."""
+
+    def crossing(self, comm: Comm, sharding: Sharding, parameters: float, gradients: float) -> Crossing:
+        """Of a model with so many bytes of parameters, as they are gathered, and of gradients, as they are reduced."""
+        num_ranks = self.num_hosts * self.ranks_per_host
+        elsewhere = 1 - 1 / self.num_hosts
+        if sharding == "hybrid":  # an all-reduce, of each rank's shard
+            return Crossing(0.0, 0.0, 2 * elsewhere * gradients)
+        if sharding == "shared":
+            return Crossing(0.0, 0.0, elsewhere * (parameters + gradients))
+        if comm == "odc":
+            return Crossing(elsewhere * parameters, elsewhere * gradients, 0.0)
+        ring = 1 - 1 / num_ranks  # each of its links carries all but one rank's part, also that into the host
+        return Crossing(ring * parameters, self.passes * ring * gradients, 0.0)
+
+    def machine(self, inside: Machine, crossing: Crossing, comm: Comm, num_layers: int) -> Machine:
+        """``inside`` is that of one host. With ODC the ranks of a host share its link, as if all were on the way."""
+        sharing = self.ranks_per_host if comm == "odc" else 1
+        gather, scatter = (
+            sharing * num_bytes / (num_layers * self.bytes_per_s) for num_bytes in (crossing.gather, crossing.scatter)
+        )
+        return replace(
+            inside,
+            gather=max(inside.gather, gather),
+            scatter=max(inside.scatter, scatter),
+            synchronization=crossing.per_step / self.bytes_per_s,
+        )

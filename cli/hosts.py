@@ -1,0 +1,181 @@
+"""``odc plan --hosts``: what crosses between hosts in a step, by the way to train, and what that takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from rich.table import Table
+
+from odc.balance import Machine, Simulation
+from odc.balance.costs import ShardedState
+from odc.balance.costs.devices import DEVICES
+from odc.balance.plan import Comm
+from odc.balance.simulate.hosts import Crossing, Network, Sharding
+from odc.cli.comparison import COMM_NAMES, NOT_WORTH_IT, Comparison
+from odc.cli.costs import PARAM_BYTES, REDUCED_BYTES, Training
+from odc.cli.output import gigabytes, significant
+from odc.errors import shown
+
+_UNITS = {"Mb": 1e6 / 8, "Gb": 1e9 / 8, "MB": 1e6, "GB": 1e9}
+_NAMES: dict[tuple[Comm, Sharding], str] = {
+    ("collective", "full"): "full sharding",
+    ("collective", "hybrid"): "HSDP",
+    ("odc", "shared"): "shared in host",
+    ("odc", "hybrid"): "HSDP",
+    ("odc", "full"): "not shared",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a way to train takes over hosts."""
+
+    comm: Comm
+    sharding: Sharding
+    simulation: Simulation
+    crosses_bytes: float
+    """Into a host in a step, on average."""
+    hidden: float
+    """Of the time of all transfers, the part that compute hides."""
+    memory_bytes: int
+    fits: bool
+
+    @property
+    def name(self) -> str:
+        return f"{COMM_NAMES[self.comm]}, {_NAMES[self.comm, self.sharding]}"
+
+
+def parse_network(hosts: int, between: str | None, world_size: int, device: str) -> Network | None:
+    """What ``--hosts`` and ``--between`` say; None for one host.
+
+    Raises:
+        ValueError: ranks cannot be shared out evenly, or ``between`` is no bandwidth.
+    """
+    if hosts == 1:
+        if between is not None:
+            raise ValueError(f"--between {shown(between)} is between hosts: expected --hosts of 2 or more, too")
+        return None
+    if world_size % hosts:
+        raise ValueError(f"--hosts {hosts}: expected a divisor of --world-size {world_size}")
+    per_host = world_size // hosts
+    if between is None:
+        return Network(hosts, per_host, per_host * DEVICES[device].links["infiniband"])
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG][bB])(?:it)?(?:/s|ps)?", between.strip())
+    if not found or not float(found[1]):
+        raise ValueError(
+            f"--between {shown(between)}: expected what a host receives per second, in bits or bytes: 100Gb, 12.5GB"
+        )
+    return Network(hosts, per_host, float(found[1]) * _UNITS[found[2]])
+
+
+def usual(inside: Mapping[Comm, Machine], network: Network, training: Training) -> dict[Comm, Machine]:
+    """What FSDP and ODC meet over these hosts as they are by themselves; ``inside`` is what they meet on one."""
+    shardings: dict[Comm, Sharding] = {"collective": "full", "odc": "shared"}
+    return {comm: _over(inside[comm], network, training, comm, sharding)[0] for comm, sharding in shardings.items()}
+
+
+def _over(
+    inside: Machine, network: Network, training: Training, comm: Comm, sharding: Sharding
+) -> tuple[Machine, Crossing]:
+    size = training.shape.num_parameters
+    crossing = network.crossing(comm, sharding, size * PARAM_BYTES, size * REDUCED_BYTES)
+    return network.machine(inside, crossing, comm, training.shape.num_layers), crossing
+
+
+def compare_ways(network: Network, comparison: Comparison, inside: Mapping[Comm, Machine]) -> list[Way]:
+    """Each way to train, with the best plans for its kind of communication."""
+    found = []
+    for comm, sharding in _NAMES:
+        best = comparison.best(comm)
+        if best is None:
+            continue
+        epoch, training = comparison.planned[best.policy], _sharded(comparison.training, network, sharding)
+        machine, crossing = _over(inside[comm], network, training, comm, sharding)
+        simulation = epoch.run(comm, machine)
+        free = epoch.run(comm, replace(machine, gather=0.0, scatter=0.0, synchronization=0.0)).total
+        unhidden = epoch.run(comm, replace(machine, overlap=0.0)).total
+        crosses = [crossing.num_bytes(each.plan, comm, network.num_hosts) for each in epoch.minibatches]
+        memory = training.memory_bytes(simulation.peak_tokens, comm)
+        found.append(
+            Way(
+                comm,
+                sharding,
+                simulation,
+                float(np.mean(crosses)),
+                1 - (simulation.total - free) / (unhidden - free) if unhidden > free else 0.0,
+                memory,
+                memory <= training.device.memory_bytes,
+            )
+        )
+    return found
+
+
+def _sharded(training: Training, network: Network, sharding: Sharding) -> Training:
+    """The same, sharded so."""
+    per_host = network.ranks_per_host
+    over = per_host if sharding == "hybrid" else per_host * network.num_hosts
+    sharing = over if sharding == "full" else per_host
+    return replace(training, state=ShardedState.from_config(training.shape, over, num_sharing=sharing))
+
+
+def table(ways: Sequence[Way], network: Network) -> Table:
+    """At most 80 columns wide."""
+    best, baseline = fastest(ways), ways[0].simulation
+    title = f"Over {network.num_hosts} hosts with {significant(network.bytes_per_s / 1e9)} GB/s into each, a step"
+    result = Table(title=title, title_justify="left", expand=False)
+    result.add_column("", no_wrap=True)
+    for name in ("into a\nhost", "transfers\nhidden", "samples/s", "speedup", "memory"):
+        result.add_column(name, justify="right", no_wrap=True)
+    for way in ways:
+        memory = gigabytes(way.memory_bytes)
+        result.add_row(
+            way.name,
+            f"{significant(way.crosses_bytes / 1e9)} GB",
+            f"{way.hidden:.0%}",
+            significant(way.simulation.samples_per_time),
+            f"{way.simulation.speedup(baseline):.2f}x",
+            memory if way.fits else f"[red]{memory}[/red]",
+            style="bold green" if way is best else None,
+        )
+    return result
+
+
+def fastest(ways: Sequence[Way]) -> Way:
+    """Of those that fit, if any does; of about equally fast ones the first."""
+    candidates = [way for way in ways if way.fits] or ways
+    most = max(way.simulation.samples_per_time for way in candidates)
+    return next(way for way in candidates if way.simulation.samples_per_time * (1 + NOT_WORTH_IT) >= most)
+
+
+def advice(ways: Sequence[Way]) -> str:
+    """A sentence or two."""
+    best, first = fastest(ways), ways[0]
+    if not best.fits:
+        return "Over these hosts, none of these ways fits."
+    text = f"Over these hosts, take {best.name}"
+    if best is not first:
+        text += f": {best.simulation.speedup(first.simulation):.2f}x the samples/s of {first.name}"
+    if best.sharding == "shared":
+        text += ". That is what odc run and odc.patch_fsdp do by themselves"
+    return f"{text}."
+
+
+def to_json(ways: Sequence[Way]) -> list[dict[str, object]]:
+    """Of each: bytes into a host in a step, and what comes of it."""
+    return [
+        {
+            "comm": way.comm,
+            "sharding": way.sharding,
+            "policy": way.simulation.policy,
+            "bytes_into_a_host": way.crosses_bytes,
+            "hidden": way.hidden,
+            "bubble_rate": way.simulation.bubble_rate,
+            "samples_per_s": way.simulation.samples_per_time,
+            "memory_bytes": way.memory_bytes,
+            "fits": way.fits,
+        }
+        for way in ways
+    ]

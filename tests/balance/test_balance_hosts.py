@@ -1,0 +1,86 @@
+"""Layer 1: no processes. What crosses between hosts, against a count message by message."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from odc.balance import LinearCost, Machine, Plan
+from odc.balance.plan import Comm
+from odc.balance.simulate.hosts import Network, Sharding
+from odc.balance.simulate.machine import Stopwatch
+
+PARAMETERS, GRADIENTS = 2.0, 4.0  # bytes of the model
+WAYS: list[tuple[Comm, Sharding]] = [
+    ("collective", "full"), ("collective", "hybrid"), ("odc", "shared"), ("odc", "hybrid"), ("odc", "full")
+]  # fmt: skip
+
+
+def plan_of(counts: list[int]) -> Plan:
+    """Each microbatch has a sample of cost 1."""
+    samples = iter(range(sum(counts)))
+    microbatches = [[[next(samples)] for _ in range(count)] for count in counts]
+    ones = np.ones(sum(counts), np.int64)
+    return Plan(microbatches, ones, ones.astype(float), max_tokens=1, policy="by hand")
+
+
+def counted(comm: Comm, sharding: Sharding, counts: list[int], hosts: int) -> float:
+    """Bytes that cross between hosts in a step, of all hosts, over their number."""
+    world_size = len(counts)
+    host_of = [rank * hosts // world_size for rank in range(world_size)]
+    per_host, crossed = world_size // hosts, 0.0
+
+    def send(source: int, target: int, num_bytes: float) -> None:
+        nonlocal crossed
+        crossed += num_bytes * (host_of[source] != host_of[target])
+
+    def ring(ranks: list[int], part: float, rounds: int) -> None:
+        for _ in range(rounds * (len(ranks) - 1)):
+            for source, target in itertools.pairwise([*ranks, ranks[0]]):
+                send(source, target, part)
+
+    everyone = list(range(world_size))
+    counterparts = [everyone[place::per_host] for place in range(per_host)]
+    if comm == "collective" and sharding == "full":
+        for _ in range(max(counts)):
+            ring(everyone, PARAMETERS / world_size, 2)
+            ring(everyone, GRADIENTS / world_size, 1)
+    elif sharding == "hybrid":
+        for ranks in counterparts:
+            ring(ranks, GRADIENTS / per_host / len(ranks), 2)  # reduce-scatter, all-gather
+    elif sharding == "shared":
+        for ranks in counterparts:
+            for source, target in itertools.permutations(ranks, 2):
+                send(source, target, (PARAMETERS + GRADIENTS) / world_size)
+    else:
+        for rank, owner in itertools.product(everyone, everyone):
+            send(owner, rank, counts[rank] * 2 * PARAMETERS / world_size)
+            send(rank, owner, counts[rank] * GRADIENTS / world_size)
+    return crossed / hosts
+
+
+@pytest.mark.parametrize(("comm", "sharding"), WAYS)
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_bytes_are_those_of_each_message(comm: Comm, sharding: Sharding, hosts: int) -> None:
+    counts = [3] * 6 if comm == "collective" else [4, 0, 1, 2, 3, 5]
+    crossing = Network(hosts, 6 // hosts, 1.0).crossing(comm, sharding, PARAMETERS, GRADIENTS)
+    assert crossing.num_bytes(plan_of(counts), comm, hosts) == pytest.approx(counted(comm, sharding, counts, hosts))
+
+
+def test_what_crosses_once_a_step_takes_all_ranks_time_and_nothing_hides_it() -> None:
+    plan = plan_of([2, 1])
+    crossing = Network(2, 1, 2.0).crossing("odc", "shared", PARAMETERS, GRADIENTS)
+    machine = Network(2, 1, 2.0).machine(Machine(), crossing, "odc", num_layers=1)
+    elapsed = Stopwatch(LinearCost(), plan.lengths, machine).time(plan, np.arange(3), "odc")
+    assert (elapsed.makespan, elapsed.busy) == (2 + 1.5, 3 + 2 * 1.5)  # half of 6 bytes, at 2 a second
+
+
+def test_ranks_of_a_host_share_its_link_where_each_reads_for_itself() -> None:
+    network = Network(2, 4, 3.0)
+    for comm, expected in (("collective", 7 / 8 * 2 / 3 / 5), ("odc", 4 * 1 / 2 * 2 / 3 / 5)):
+        crossing = network.crossing(comm, "full", PARAMETERS, GRADIENTS)
+        assert network.machine(Machine(), crossing, comm, num_layers=5).gather == pytest.approx(expected)
+    inside = Machine(gather=9.0)
+    assert network.machine(inside, crossing, "odc", num_layers=5).gather == 9.0  # the slower of the two
