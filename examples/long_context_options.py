@@ -87,6 +87,9 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
     how.add_argument(
         "--share-in-host", choices=["auto", "on", "off"], default="auto", help="with --odc, see odc run --share-in-host"
     )
+    how.add_argument(
+        "--hybrid", action="store_true", help="on several hosts: shard in each, replicas over them (HSDP); takes memory"
+    )
     how.add_argument("--deterministic", action="store_true", help="with --odc: the same bits whatever the timing")
 
     training = parser.add_argument_group("training")
@@ -139,6 +142,8 @@ def _problem_of_ranks(args: argparse.Namespace) -> str | None:
         return f"--online {uneven}: leave out --no-odc"
     if not args.odc and args.deterministic:
         return "--deterministic is an option of ODC: leave out --no-odc"
+    if args.hybrid and os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):
+        return "--hybrid has replicas on other hosts, and all ranks are on this one: leave it out"
     return None
 
 

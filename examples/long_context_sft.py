@@ -233,7 +233,10 @@ def say_memory(args: argparse.Namespace, config: Any, device: torch.device) -> s
     activations = ActivationMemory.from_config(
         config, dtype_bytes=size, recompute=args.checkpointing, logits="chunked", chunk_tokens=LOSS_CHUNK
     ).bytes(args.max_tokens)
-    found = ShardedState.from_config(config, dist.get_world_size(), param_bytes=size)
+    here, everywhere = ranks_per_host(), dist.get_world_size()
+    over = here if args.hybrid else everywhere
+    sharing = over if args.share_in_host == "off" else here
+    found = ShardedState.from_config(config, over, param_bytes=size, num_sharing=sharing)
     state = found.bytes + (found.on_demand_bytes if args.odc else 0)
     there = f", of {torch.cuda.get_device_properties(device).total_memory / GIB:.1f}" if device.type == "cuda" else ""
     return (
@@ -247,6 +250,10 @@ def model_fields(args: argparse.Namespace) -> dict[str, Any]:
     return fields | {"max_position_embeddings": max(args.max_tokens, 32_768)}
 
 
+def ranks_per_host() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
 def compute_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype:
     name = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     dtype: torch.dtype = getattr(torch, name)
@@ -254,7 +261,7 @@ def compute_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype
 
 
 def build_model(args: argparse.Namespace, config: Any, device: torch.device) -> LossModel:
-    """Each decoder layer and the root sharded over all ranks. The weights come from rank 0, which alone has them whole.
+    """Each decoder layer and the root sharded over all ranks, or those of a host. The weights come from rank 0, which alone has them whole.
 
     The optimizer keeps float32; layers compute in ``--dtype``, gradients are summed in float32.
     """
@@ -280,6 +287,9 @@ def build_model(args: argparse.Namespace, config: Any, device: torch.device) -> 
         enable({"use_reentrant": False})
     model = LossModel(made.train())
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if args.hybrid:
+        here = ranks_per_host()
+        mesh = init_device_mesh(device.type, (dist.get_world_size() // here, here), mesh_dim_names=("hosts", "ranks"))
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype(args, device), reduce_dtype=torch.float32)
     for layer in made.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)

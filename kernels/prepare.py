@@ -49,9 +49,8 @@ def needed_entries(units: Iterable[UnitDtypes]) -> list[AotEntry]:
         narrow = [d for d in known if d is unit.published and d.itemsize < unit.grads.itemsize]
         pushed = (unit.grads, *narrow)
         sums = [(unit.sums, d) for d in dict.fromkeys((*pushed, unit.sums)) if (unit.sums, d) in accumulate.PAIRS]
-        atomic = [
-            d for d in dict.fromkeys((*pushed, torch.float32)) if d in parts.GRADIENTS and unit.sums == torch.float32
-        ]
+        adding = dict.fromkeys((*pushed, torch.float32)) if unit.sums == torch.float32 else ()
+        atomic = [d for d in adding if d in parts.GRADIENTS]
         entries = (
             accumulate.aot_entries(sums),
             slots.aot_entries(sums),

@@ -427,8 +427,9 @@ class Runtime(RankContext):
                     there = "the end of a minibatch" if to_publish else "a publication of parameters"
                     raise ProtocolError(
                         f"rank {replicas.topology.global_rank(rank)} is at {there}, and this rank at {what}: not all "
-                        "ranks have changed parameters. Change them on all ranks, or call session.publish() on every "
-                        "rank behind that"
+                        "ranks have changed parameters, or one has used the model (an evaluation) between the end of a "
+                        "minibatch and its step. Change them on all ranks, or call session.publish() on every rank "
+                        "behind that; evaluate after optimizer.step()"
                     )
             return late
 

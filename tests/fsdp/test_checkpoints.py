@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,7 @@ class Training:
     rank: int
     kind: str
 
-    def run(self, start: int, end: int, counts: tuple[int, int] = (1, 1)) -> None:
+    def run(self, start: int, end: int, counts: Sequence[int] = (1, 1)) -> None:
         """Steps ``start`` to ``end``; rank r has ``counts[r]`` microbatches. Clipping ends a minibatch."""
         for step in range(start, end):
             for m in range(counts[self.rank]):

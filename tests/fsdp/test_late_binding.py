@@ -184,7 +184,8 @@ def test_sums_in_one_order_are_no_sums_of_late_samples() -> None:
     [
         pytest.param(1, known_lengths, 16, marks=pytest.mark.extended),
         pytest.param(2, known_lengths, 16, marks=pytest.mark.extended),
-        (1, stream, len(LENGTHS)),
+        pytest.param(1, stream, len(LENGTHS), marks=pytest.mark.extended),
+        (2, stream, len(LENGTHS)),
     ],
 )
 def test_each_sample_counts_once_whoever_computes_it(hosts: int, make: Callable[..., Any], num_samples: int) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 from extended_weights import RowScaled, Scaled, extend
-from process_ranks import run_ranks, start_ranks
+from process_ranks import assert_one_says, run_ranks, start_ranks
+from test_checkpoints import begin, load_sharded, save_sharded
+from test_ways_out import evaluates_on_one_rank
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training import (
@@ -182,6 +184,62 @@ def test_a_change_on_one_host_alone_fails_by_name() -> None:
     results = start_ranks(4, changed_on_one_host).join(55)
     assert {result.error_type for result in results} <= {"ProtocolError", "AbortedError"}, results
     assert any("not all ranks have changed parameters" in (result.error or "") for result in results), results
+
+
+def evaluated_on_one_host(rank: int, world_size: int) -> None:
+    on_hosts(rank)
+    evaluates_on_one_rank(rank, world_size)
+
+
+def test_an_evaluation_before_the_step_on_one_host_alone_fails_by_name() -> None:
+    results = start_ranks(4, evaluated_on_one_host, env={"ODC_TIMEOUT": "30"}).join(60)
+    assert_one_says(results, "ProtocolError", "evaluate after optimizer.step()")
+
+
+def other_on_host_1(rank: int, world_size: int) -> None:
+    on_hosts(rank)
+    reduce_dtype = torch.float32 if rank < 2 else torch.bfloat16
+    odc.patch_fsdp(shard(build(), world_size, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)))
+
+
+def test_hosts_that_differ_are_told_on_all_ranks() -> None:
+    for result in start_ranks(4, other_on_host_1).join(60):
+        assert result.error_type == "SetupError", result.error
+        assert "rank 2 differs from rank 0" in (result.error or "")
+
+
+def over_a_checkpoint(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """How far parameters and Adam's state are from those of plain FSDP that is not interrupted, by whether the training
+    shared before the checkpoint, and behind it."""
+    on_hosts(rank)
+    counts, found = [1] * world_size, {}
+
+    def training(shares: bool, load: str = "") -> Any:
+        begun = begin("fsdp2", rank, world_size, seed=7 if load else 0)
+        session = odc.patch_fsdp(begun.model, share_in_host="on") if shares else None
+        if load:
+            load_sharded(begun, load)
+        begun.run(*((1, 3) if load else (0, 1)), counts)
+        return begun, session
+
+    plain, _ = training(False)
+    plain.run(1, 3, counts)
+    for before, behind in ((True, False), (False, True), (True, True)):
+        begun, session = training(before)
+        save_sharded(begun, f"{folder}/{before}{behind}")
+        if session is not None:
+            session.close()
+        resumed, session = training(behind, f"{folder}/{before}{behind}")
+        if session is not None:
+            session.close()
+        found[f"{before}, {behind}"] = largest_difference(resumed.numbers(), plain.numbers())
+    return found
+
+
+def test_checkpoints_of_plain_fsdp_and_of_ranks_that_share_are_each_others(tmp_path: Path) -> None:
+    for found in run_ranks(4, over_a_checkpoint, str(tmp_path)):
+        assert len(found) == 3
+        assert max(found.values()) < 1e-6, found
 
 
 def number_beside_another_mesh(model: Any, world_size: int) -> None:
