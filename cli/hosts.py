@@ -13,7 +13,7 @@ from odc.balance import Machine, Simulation
 from odc.balance.costs import ShardedState
 from odc.balance.costs.devices import DEVICES
 from odc.balance.plan import Comm
-from odc.balance.simulate.hosts import Crossing, Network, Sharding
+from odc.balance.simulate.hosts import Crossing, Network, Sharding, mean_compute
 from odc.cli.comparison import COMM_NAMES, NOT_WORTH_IT, Comparison
 from odc.cli.costs import PARAM_BYTES, REDUCED_BYTES, Training
 from odc.cli.output import gigabytes, significant
@@ -78,11 +78,11 @@ def usual(inside: Mapping[Comm, Machine], network: Network, training: Training) 
 
 
 def _over(
-    inside: Machine, network: Network, training: Training, comm: Comm, sharding: Sharding
+    inside: Machine, network: Network, training: Training, comm: Comm, sharding: Sharding, compute: float = 0.0
 ) -> tuple[Machine, Crossing]:
     size = training.shape.num_parameters
     crossing = network.crossing(comm, sharding, size * PARAM_BYTES, size * REDUCED_BYTES)
-    return network.machine(inside, crossing, comm, training.shape.num_layers), crossing
+    return network.machine(inside, crossing, comm, training.shape.num_layers, compute), crossing
 
 
 def compare_ways(network: Network, comparison: Comparison, inside: Mapping[Comm, Machine]) -> list[Way]:
@@ -93,7 +93,8 @@ def compare_ways(network: Network, comparison: Comparison, inside: Mapping[Comm,
         if best is None:
             continue
         epoch, training = comparison.planned[best.policy], _sharded(comparison.training, network, sharding)
-        machine, crossing = _over(inside[comm], network, training, comm, sharding)
+        compute = mean_compute([each.plan for each in epoch.minibatches])
+        machine, crossing = _over(inside[comm], network, training, comm, sharding, compute)
         simulation = epoch.run(comm, machine)
         free = epoch.run(comm, replace(machine, gather=0.0, scatter=0.0, synchronization=0.0)).total
         unhidden = epoch.run(comm, replace(machine, overlap=0.0)).total

@@ -261,7 +261,8 @@ def compute_dtype(args: argparse.Namespace, device: torch.device) -> torch.dtype
 
 
 def build_model(args: argparse.Namespace, config: Any, device: torch.device) -> LossModel:
-    """Each decoder layer and the root sharded over all ranks, or those of a host. The weights come from rank 0, which alone has them whole.
+    """Each decoder layer and the root sharded over all ranks, or those of a host. The weights come from rank 0, which
+    alone has them whole.
 
     The optimizer keeps float32; layers compute in ``--dtype``, gradients are summed in float32.
     """

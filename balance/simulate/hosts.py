@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -62,9 +64,20 @@ class Network:
         ring = 1 - 1 / num_ranks  # each of its links carries all but one rank's part, also that into the host
         return Crossing(ring * parameters, self.passes * ring * gradients, 0.0)
 
-    def machine(self, inside: Machine, crossing: Crossing, comm: Comm, num_layers: int) -> Machine:
-        """``inside`` is that of one host. With ODC the ranks of a host share its link, as if all were on the way."""
-        sharing = self.ranks_per_host if comm == "odc" else 1
+    def machine(
+        self, inside: Machine, crossing: Crossing, comm: Comm, num_layers: int, compute: float = 0.0
+    ) -> Machine:
+        """``inside`` is that of one host; ``compute``: what a microbatch computes, on average.
+
+        With ODC the ranks of a host share its link with those that are on the way, too. A rank is on the way for T of
+        T + c, where c is the compute that does not hide transfers, and T the ``t`` that it would take alone, times
+        1 + (ranks - 1) T / (T + c): a quadratic equation. If compute hides all, c is 0, and T is ranks times ``t``.
+        """
+        sharing = 1.0
+        if alone := (2 * crossing.gather + crossing.scatter) / self.bytes_per_s if comm == "odc" else 0.0:
+            rest = (1 - inside.overlap) * compute
+            half = (self.ranks_per_host * alone - rest) / 2
+            sharing = (half + math.sqrt(half**2 + alone * rest)) / alone
         gather, scatter = (
             sharing * num_bytes / (num_layers * self.bytes_per_s) for num_bytes in (crossing.gather, crossing.scatter)
         )
@@ -74,3 +87,10 @@ class Network:
             scatter=max(inside.scatter, scatter),
             synchronization=crossing.per_step / self.bytes_per_s,
         )
+
+
+def mean_compute(plans: Sequence[Plan]) -> float:
+    """Of a microbatch of these plans."""
+    return sum(float(plan.microbatch_times().sum()) for plan in plans) / sum(
+        sum(plan.num_microbatches) for plan in plans
+    )

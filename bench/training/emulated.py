@@ -60,7 +60,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from odc.balance import CostModel, Machine, Plan, Scenario, law_names
 from odc.balance.plan import Comm
-from odc.balance.simulate.hosts import Network, Sharding
+from odc.balance.simulate.hosts import Network, Sharding, mean_compute
 from odc.balance.simulate.laws import even_lengths
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table, check_known, spread
 from odc.bench.harness.network import received_bytes, two_hosts, why_not
@@ -235,7 +235,7 @@ def run_way(run: Run, way: str, settings: Settings, sharding: Sharding = "full")
             network = Network(2, settings.ranks // 2, settings.between * seconds_per_cost, GLOO_PASSES)
             size = ITEM_BYTES * settings.numel * settings.ranks * settings.layers
             crossing = network.crossing(comm, sharding, size, size)
-            machine = network.machine(machine, crossing, comm, settings.layers)
+            machine = network.machine(machine, crossing, comm, settings.layers, mean_compute(plans))
             crosses_bytes = sum(crossing.num_bytes(plan, comm, 2) for plan in plans) / len(plans)
             enter = stack.enter_context(two_hosts(8 * settings.between)).enter
         runs = run.ranks(settings.ranks, run_rank, settings, comm, sharding, works, enter=enter)

@@ -84,3 +84,13 @@ def test_ranks_of_a_host_share_its_link_where_each_reads_for_itself() -> None:
         assert network.machine(Machine(), crossing, comm, num_layers=5).gather == pytest.approx(expected)
     inside = Machine(gather=9.0)
     assert network.machine(inside, crossing, "odc", num_layers=5).gather == 9.0  # the slower of the two
+
+
+@pytest.mark.parametrize("compute", [0.0, 0.5, 20.0])
+def test_the_link_is_shared_with_those_that_do_not_compute(compute: float) -> None:
+    network = Network(2, 4, 1.0)
+    crossing = network.crossing("odc", "full", PARAMETERS, GRADIENTS)
+    machine = network.machine(Machine(overlap=0.0), crossing, "odc", 1, compute)
+    alone, taken = 4.0, 2 * machine.gather + machine.scatter  # of 8 bytes a half is elsewhere
+    assert taken == pytest.approx(alone * (1 + 3 * taken / (taken + compute)))
+    assert network.machine(Machine(), crossing, "odc", 1, compute).gather == pytest.approx(4 * 1.0)
