@@ -82,8 +82,7 @@ def test_ranks_of_a_host_share_its_link_where_each_reads_for_itself() -> None:
     for comm, expected in (("collective", 7 / 8 * 2 / 3 / 5), ("odc", 4 * 1 / 2 * 2 / 3 / 5)):
         crossing = network.crossing(comm, "full", PARAMETERS, GRADIENTS)
         assert network.machine(Machine(), crossing, comm, num_layers=5).gather == pytest.approx(expected)
-    inside = Machine(gather=9.0)
-    assert network.machine(inside, crossing, "odc", num_layers=5).gather == 9.0  # the slower of the two
+    assert network.machine(Machine(gather=9.0), crossing, "odc", num_layers=5).gather == 9.0  # the slower of the two
 
 
 @pytest.mark.parametrize("compute", [0.0, 0.5, 20.0])
