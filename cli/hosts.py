@@ -93,19 +93,18 @@ def compare_ways(network: Network, comparison: Comparison, inside: Mapping[Comm,
         if best is None:
             continue
         epoch, training = comparison.planned[best.policy], _sharded(comparison.training, network, sharding)
-        compute = mean_compute([each.plan for each in epoch.minibatches])
-        machine, crossing = _over(inside[comm], network, training, comm, sharding, compute)
+        plans = [each.plan for each in epoch.minibatches]
+        machine, crossing = _over(inside[comm], network, training, comm, sharding, mean_compute(plans))
         simulation = epoch.run(comm, machine)
         free = epoch.run(comm, replace(machine, gather=0.0, scatter=0.0, synchronization=0.0)).total
         unhidden = epoch.run(comm, replace(machine, overlap=0.0)).total
-        crosses = [crossing.num_bytes(each.plan, comm, network.num_hosts) for each in epoch.minibatches]
         memory = training.memory_bytes(simulation.peak_tokens, comm)
         found.append(
             Way(
                 comm,
                 sharding,
                 simulation,
-                float(np.mean(crosses)),
+                float(np.mean([crossing.num_bytes(plan, comm, network.num_hosts) for plan in plans])),
                 1 - (simulation.total - free) / (unhidden - free) if unhidden > free else 0.0,
                 memory,
                 memory <= training.device.memory_bytes,
@@ -131,14 +130,13 @@ def table(ways: Sequence[Way], network: Network) -> Table:
     for name in ("into a\nhost", "transfers\nhidden", "samples/s", "speedup", "memory"):
         result.add_column(name, justify="right", no_wrap=True)
     for way in ways:
-        memory = gigabytes(way.memory_bytes)
         result.add_row(
             way.name,
             f"{significant(way.crosses_bytes / 1e9)} GB",
             f"{way.hidden:.0%}",
             significant(way.simulation.samples_per_time),
             f"{way.simulation.speedup(baseline):.2f}x",
-            memory if way.fits else f"[red]{memory}[/red]",
+            ("{}" if way.fits else "[red]{}[/red]").format(gigabytes(way.memory_bytes)),
             style="bold green" if way is best else None,
         )
     return result

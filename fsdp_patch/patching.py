@@ -223,20 +223,20 @@ def _share_in_host(units: Sequence[Unit], exchange: ProcessGroupExchange, config
     Raises:
         ConfigError: it was asked for, and cannot be.
     """
-    if units[0].sharing is not None or units[0].copy_group is not None:
-        return  # the script has said who shares, or has
+    if units[0].sharing is not None:
+        return  # the script has said who shares
     topology = Topology.discover(exchange, config.host_id, config.address)
     if topology.num_hosts == 1:
         return
     size, most = topology.ranks_per_host(), config.most_shared_bytes
     here = [_free_bytes(units[0].device, len(topology.ranks_here())), num_named_groups()]
     free, num_groups = zip(*gather_json(exchange, here), strict=True)
-    if size is None or size == 1 or len(set(num_groups)) > 1:
+    if size is None or size == 1 or len(set(num_groups)) > 1 or units[0].copy_group is not None:
         if config.share_in_host == "on":
             raise ConfigError(
                 f"share_in_host='on': the ranks that shard unit {units[0].name!r} are alone on their hosts, not as "
-                "many on each, not one host after the other in the order of their mesh, or in different numbers of "
-                "process groups: use 'auto' or 'off'"
+                "many on each, not one host after the other in the order of their mesh, in different numbers of "
+                "process groups, or have replicas: use 'auto' or 'off'"
             )
         return
     sharing = share_among(exchange.global_ranks, size, topology.me)

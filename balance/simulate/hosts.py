@@ -53,7 +53,6 @@ class Network:
 
     def crossing(self, comm: Comm, sharding: Sharding, parameters: float, gradients: float) -> Crossing:
         """Of a model with so many bytes of parameters, as they are gathered, and of gradients, as they are reduced."""
-        num_ranks = self.num_hosts * self.ranks_per_host
         elsewhere = 1 - 1 / self.num_hosts
         if sharding == "hybrid":  # an all-reduce, of each rank's shard
             return Crossing(0.0, 0.0, 2 * elsewhere * gradients)
@@ -61,7 +60,7 @@ class Network:
             return Crossing(0.0, 0.0, elsewhere * (parameters + gradients))
         if comm == "odc":
             return Crossing(elsewhere * parameters, elsewhere * gradients, 0.0)
-        ring = 1 - 1 / num_ranks  # each of its links carries all but one rank's part, also that into the host
+        ring = 1 - 1 / (self.num_hosts * self.ranks_per_host)  # each of its links carries all parts but one
         return Crossing(ring * parameters, self.passes * ring * gradients, 0.0)
 
     def machine(

@@ -229,16 +229,18 @@ def run_way(run: Run, way: str, settings: Settings, sharding: Sharding = "full")
     plans = [minibatch.plan for minibatch in epoch.minibatches]
     seconds_per_cost = settings.seconds_per_cost(plans)
     works = [work_of(plans, seconds_per_cost, rank // settings.group_size) for rank in range(settings.ranks)]
-    machine, crosses_bytes, enter = Machine(overlap=0.0, num_layers=settings.layers), 0.0, None
+    machine, crosses, enter = Machine(overlap=0.0, num_layers=settings.layers), dict[str, float](), None
     with ExitStack() as stack:
         if settings.between:
             network = Network(2, settings.ranks // 2, settings.between * seconds_per_cost, GLOO_PASSES)
             size = ITEM_BYTES * settings.numel * settings.ranks * settings.layers
             crossing = network.crossing(comm, sharding, size, size)
             machine = network.machine(machine, crossing, comm, settings.layers, mean_compute(plans))
-            crosses_bytes = sum(crossing.num_bytes(plan, comm, 2) for plan in plans) / len(plans)
+            crosses["planned_crosses_mb"] = sum(crossing.num_bytes(plan, comm, 2) for plan in plans) / len(plans) / 1e6
             enter = stack.enter_context(two_hosts(8 * settings.between)).enter
         runs = run.ranks(settings.ranks, run_rank, settings, comm, sharding, works, enter=enter)
+    if settings.between:
+        crosses["crosses_mb"] = runs[0].received_bytes / len(plans) / 1e6
     planned_s = epoch.run(comm, machine).makespans * seconds_per_cost
     computed_s = [float(plan.microbatch_times().sum()) * seconds_per_cost / plan.world_size for plan in plans]
     timed = range(NUM_UNTIMED, NUM_UNTIMED + len(plans))
@@ -257,8 +259,7 @@ def run_way(run: Run, way: str, settings: Settings, sharding: Sharding = "full")
         **measured,
         "shards_mb": max(each.shards_bytes for each in runs) / 1e6,
         "overhead_mb": max(each.overhead_bytes for each in runs) / 1e6,
-        "planned_crosses_mb": crosses_bytes / 1e6,
-        "crosses_mb": runs[0].received_bytes / len(plans) / 1e6,
+        **crosses,
         "minibatches": minibatches,
     }
 
@@ -364,12 +365,18 @@ def figures(result: Entries) -> Figures:
     )
 
 
+def figures_of_hosts(slow: Entries, *large: Entries) -> Figures:
+    """Rows of a table: what crosses and the bubble, planned and measured; then seconds of a step of a larger model."""
+    for index, row in enumerate(slow["runs"]):
+        cells = [f"{row['planned_crosses_mb']:.0f}", f"{row['crosses_mb']:.0f}"]
+        cells += [f"{100 * row[key]:.1f} %" for key in ("planned_bubble", "bubble")]
+        for repeated in (result["runs"][index]["repeated_minibatch_s"] for result in large):
+            cells.append(f"{repeated['median']:.1f} ({repeated['min']:.1f}-{repeated['max']:.1f})")
+        yield f"| {'FSDP2' if index < 2 else 'ODC'}, {row['sharding']} |", f" {' | '.join(cells)} |"
+
+
 def _way(row: Row) -> str:
     return str(row["way"]) if row["sharding"] == "full" else f"{row['way']}, {row['sharding']}"
-
-
-def _megabytes(row: Row, key: str) -> str:
-    return f"{row[key]:.0f}" if row.get(key) else ""
 
 
 PLANNED_AND_MEASURED = (
@@ -395,12 +402,15 @@ BENCHMARK = Benchmark(
             (
                 *PLANNED_AND_MEASURED,
                 Column("CPU ms", "cpu_s", ".1f", 1e3),
-                Column("MB into a host planned", lambda row: _megabytes(row, "planned_crosses_mb")),
-                Column("measured", lambda row: _megabytes(row, "crosses_mb")),
+                Column("MB into a host planned", "planned_crosses_mb", ".0f"),
+                Column("measured", "crosses_mb", ".0f"),
                 Column("MB of ODC", lambda row: f"{row['overhead_mb']:.2f}" if row["overhead_mb"] else ""),
             ),
         ),
     ),
     quick={"minibatches": 3, "scale": 2.0},
-    figures=(("docs/performance.md", figures, ["emulated"]),),
+    figures=(
+        ("docs/performance.md", figures, ["emulated"]),
+        ("docs/hosts.md", figures_of_hosts, ["emulated_100Mb", "emulated_1Gb", "emulated_10Gb"]),
+    ),
 )

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
-
-from odc.cli.app import app
+from test_cli_context_parallel import call, plan
 
 SMALL = ("longalign", "--samples", "1024", "--minibatches", "4", "--world-size", "16")
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["plan", *arguments])
-
-
-def plan(*arguments: str) -> dict[str, Any]:
-    result = call(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
 
 
 def ways_of(found: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:

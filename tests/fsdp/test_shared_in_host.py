@@ -208,30 +208,39 @@ def test_hosts_that_differ_are_told_on_all_ranks() -> None:
         assert "rank 2 differs from rank 0" in (result.error or "")
 
 
+def refusals(rank: int, world_size: int) -> list[str]:
+    """Asked for where each rank is alone on its host, and in replicas whose shard groups are on two."""
+    found = []
+    meshes = init_device_mesh("cpu", (world_size,)), init_device_mesh("cpu", (1, world_size), mesh_dim_names=("r", "s"))
+    for host, mesh in zip((rank, rank // 2), meshes, strict=True):
+        os.environ["ODC_HOST_ID"] = f"host{host}"
+        with pytest.raises(odc.ConfigError, match="share_in_host='on': the ranks that shard unit") as refused:
+            odc.patch_fsdp(fully_shard(build(), mesh=mesh), share_in_host="on")
+        found.append(str(refused.value))
+    return found
+
+
+def test_what_was_asked_for_and_cannot_be_shared_is_refused() -> None:
+    alone, replicas = run_ranks(4, refusals)[0]
+    assert "are alone on their hosts" in alone
+    assert "have replicas" in replicas
+
+
 def over_a_checkpoint(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """How far parameters and Adam's state are from those of plain FSDP that is not interrupted, by whether the training
     shared before the checkpoint, and behind it."""
     on_hosts(rank)
     counts, found = [1] * world_size, {}
-
-    def training(shares: bool, load: str = "") -> Any:
-        begun = begin("fsdp2", rank, world_size, seed=7 if load else 0)
-        session = odc.patch_fsdp(begun.model, share_in_host="on") if shares else None
-        if load:
-            load_sharded(begun, load)
-        begun.run(*((1, 3) if load else (0, 1)), counts)
-        return begun, session
-
-    plain, _ = training(False)
-    plain.run(1, 3, counts)
+    plain = begin("fsdp2", rank, world_size)
+    plain.run(0, 3, counts)
     for before, behind in ((True, False), (False, True), (True, True)):
-        begun, session = training(before)
-        save_sharded(begun, f"{folder}/{before}{behind}")
-        if session is not None:
-            session.close()
-        resumed, session = training(behind, f"{folder}/{before}{behind}")
-        if session is not None:
-            session.close()
+        saved, resumed = begin("fsdp2", rank, world_size), begin("fsdp2", rank, world_size, seed=7)
+        with odc.patch_fsdp(saved.model, share_in_host="on") if before else nullcontext():
+            saved.run(0, 1, counts)
+            save_sharded(saved, f"{folder}/{before}{behind}")
+        with odc.patch_fsdp(resumed.model, share_in_host="on") if behind else nullcontext():
+            load_sharded(resumed, f"{folder}/{before}{behind}")
+            resumed.run(1, 3, counts)
         found[f"{before}, {behind}"] = largest_difference(resumed.numbers(), plain.numbers())
     return found
 
