@@ -104,7 +104,6 @@ def create_and_close(
 ) -> tuple[int, int, int, int]:
     """How much more this process holds after ``number`` runtimes than before them. Each of them has trained."""
     exchange = ProcessGroupExchange()
-    before = Holdings.now()
     for turn in range(warm_up + number):
         if turn == warm_up:
             before = Holdings.now()
@@ -112,6 +111,7 @@ def create_and_close(
         runtime = Runtime.create(exchange, units_of(UNIT_BYTES // 4), RuntimeConfig.from_environment(**options))
         train(runtime)
         runtime.close()
+        gc.collect()  # garbage of many turns would leave holes between what stays
         if turn:  # the first one may start threads that stay
             await_end_of_threads(threads)
     return Holdings.now().growth(before)
