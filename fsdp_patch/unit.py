@@ -361,13 +361,14 @@ class Unit(ABC):
         if self.sharing is None:
             arriving, work = total, replicas.begin_sum(total)
         else:
-            rows = total.view(num_homes, -1)
+            # In bf16 where the script reduces in that; each is rounded once, and added in ``dtype``.
+            rows = total.view(num_homes, -1).to(torch.bfloat16 if spec.grad_dtype == torch.bfloat16 else dtype)
             arriving = torch.empty_like(rows)
             work = replicas.swap_rows(rows, arriving)
 
         def complete() -> FinalSum:
             replicas.wait(work, f"gradient of {self.name!r}")
-            return FinalSum(arriving if self.sharing is None else arriving.sum(0), touched)
+            return FinalSum(arriving if self.sharing is None else arriving.sum(0, dtype=dtype), touched)
 
         return complete
 

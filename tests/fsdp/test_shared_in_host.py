@@ -38,12 +38,16 @@ from training import (
 import odc
 from odc import ParamSlice, UnitSpec
 from odc.balance import TransformerShape
+from odc.fsdp_patch.replicas import Replicas
 from odc.fsdp_patch.sharing import Sharing
 from odc.setup.topology import Topology
 
-KINDS = ("in place", "small", "staged", "fsdp1", "bf16", "frozen")
+KINDS = ("in place", "small", "staged", "fsdp1", "bf16", "reduced in bf16", "frozen")
 COUNTS = [3, 0, 1, 2]
-BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+PRECISION = {
+    "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "reduced in bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+}
 
 
 def on_hosts(rank: int) -> None:
@@ -62,21 +66,23 @@ def make(kind: str, world_size: int) -> Any:
         model.embed.requires_grad_(False)
     if kind == "fsdp1":
         return wrap(model)
-    return shard(model, world_size, **({"mp_policy": BF16} if kind == "bf16" else {}))
+    return shard(model, world_size, **PRECISION.get(kind, {}))
 
 
-def trained(rank: int, world_size: int, kind: str, **options: Any) -> tuple[dict[str, Any], str, int]:
-    """Parameters, the transport, and how many ranks read from each other."""
+def trained(rank: int, world_size: int, kind: str, **options: Any) -> tuple[dict[str, Any], str, int, set[torch.dtype]]:
+    """Parameters, the transport, how many ranks read from each other, and in what sums cross hosts."""
+    crossed, swap = set(), Replicas.swap_rows
     model = make(kind, world_size)
     with communicating(kind if kind in ("in place", "staged") else "small"):
         session = odc.patch_fsdp(model, **options)
     with session, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replicas, "swap_rows", lambda it, rows, to: crossed.add(rows.dtype) or swap(it, rows, to))
         if kind == "fsdp1":  # which has its own clipping
             patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda _, limit: model.clip_grad_norm_(limit))
         train(model, session, rank, world_size, COUNTS, 4, unused_on_host_1)
         transport, readers = session.transport, session._units[0].process_group.size()
     found = full_parameters_of_fsdp1(model) if kind == "fsdp1" else full_parameters(model)
-    return found, transport, readers
+    return found, transport, readers, crossed
 
 
 def each_kind(rank: int, world_size: int) -> dict[str, Any]:
@@ -96,15 +102,15 @@ def of_four() -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_uneven_ranks_have_the_numbers_of_one_process(kind: str, of_four: dict[str, Any]) -> None:
-    found, transport, readers = of_four[kind]
-    assert (transport, readers) == ("shm", 2)
+    found, *how = of_four[kind]
+    assert how == ["shm", 2, {torch.bfloat16 if kind == "reduced in bf16" else torch.float32}]
     expected = of_four["frozen, off"][0] if kind == "frozen" else reference(COUNTS, 4, unused_on_host_1)
-    assert largest_difference(found, expected) < (0.1 if kind == "bf16" else 1e-5)
+    assert largest_difference(found, expected) < (0.1 if kind in PRECISION else 1e-5)
 
 
 @pytest.mark.parametrize(("kind", "transports"), [("off", ["tcp"]), ("of one unit", ["shm", "tcp"])])
 def test_what_is_not_shared_is_read_from_all_hosts(kind: str, transports: list[str], of_four: dict[str, Any]) -> None:
-    found, transport, _ = of_four[kind]
+    found, transport, *_ = of_four[kind]
     assert sorted(transport.split(" and ")) == transports
     assert largest_difference(found, of_four["small"][0]) < 1e-5
 
