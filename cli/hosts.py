@@ -58,8 +58,8 @@ def parse_network(hosts: int, between: str | None, world_size: int, device: str)
         if between is not None:
             raise ValueError(f"--between {shown(between)} is between hosts: expected --hosts of 2 or more, too")
         return None
-    if world_size % hosts:
-        raise ValueError(f"--hosts {hosts}: expected a divisor of --world-size {world_size}")
+    if world_size % hosts or world_size == hosts:
+        raise ValueError(f"--hosts {hosts}: expected as many ranks on each, 2 or more, of --world-size {world_size}")
     per_host = world_size // hosts
     if between is None:
         return Network(hosts, per_host, per_host * DEVICES[device].links["infiniband"])

@@ -87,7 +87,7 @@ def test_speedups_are_over_the_first_way() -> None:
     ("options", "words"),
     [
         ({"way": ["odc"]}, "'odc': expected one of collective-lb-micro"),
-        ({"ranks": 3, "between": "1Gb"}, "divisor of --world-size 3"),
+        ({"ranks": 3, "between": "1Gb"}, "as many ranks on each"),
     ],
 )
 def test_what_cannot_be_run_is_refused(options: dict[str, Any], words: str) -> None:

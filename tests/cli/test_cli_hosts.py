@@ -88,7 +88,8 @@ def test_layers_communicate_also_where_costs_are_measured(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--hosts", "3"), "--hosts 3: expected a divisor of --world-size 16"),
+        (("--hosts", "3"), "--hosts 3: expected as many ranks on each, 2 or more, of --world-size 16"),
+        (("--hosts", "16"), "--hosts 16: expected as many"),
         (("--between", "100Gb"), "--between '100Gb' is between hosts: expected --hosts of 2 or more, too"),
         (("--hosts", "2", "--between", "fast"), "--between 'fast': expected what a host receives per second"),
         (("--hosts", "2", "--between", "0Gb"), "--between '0Gb': expected"),
