@@ -11,6 +11,7 @@ import typer
 from odc._version import __version__
 from odc.cli.bench import bench
 from odc.cli.doctor.command import doctor
+from odc.cli.exec import exec_
 from odc.cli.plan import plan
 from odc.cli.run import run
 from odc.cli.simulate import simulate
@@ -58,8 +59,8 @@ for _command in (plan, simulate, doctor):
 
 # The options are torchrun's and the script's own, or a benchmark's: typer hands them on as they are.
 _HANDS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-for _hands_on in (run, bench):
-    app.command(help=_paragraphs(_hands_on), add_help_option=False, context_settings=_HANDS_ON)(_hands_on)
+for _name, _hands_on in (("run", run), ("exec", exec_), ("bench", bench)):
+    app.command(_name, help=_paragraphs(_hands_on), add_help_option=False, context_settings=_HANDS_ON)(_hands_on)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from odc.config import LaunchEnvironment, RuntimeConfig
-from odc.errors import ConfigError, OdcError, shorten
+from odc.errors import ConfigError, OdcError, UnsupportedError, shorten
 from odc.fsdp_patch.automatic import AutomaticPatching, Say
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.launch import report
@@ -297,8 +297,21 @@ def _dry_run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -
     raise SystemExit(1)
 
 
+def _refuse_launchers(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook: a script that starts ranks would do so once in each rank."""
+    words = [str(word) for word in arguments[1]] if event == "subprocess.Popen" and arguments[1] else []
+    launched = {os.path.basename(words[0]), *words[1:3]} if words else set()
+    if launched & {"torchrun", "accelerate", "deepspeed", "torch.distributed.run"}:
+        raise UnsupportedError(
+            f"the script starts ranks of its own ({shorten(' '.join(words))}), and so would each rank of odc run: give "
+            "the command to odc exec, which lets it start them: odc exec -- command"
+        )
+
+
 def _run_script(options: argparse.Namespace) -> None:
     """As ``python script args`` or ``python -m module args`` would."""
+    if options.launcher_tells:  # by `odc run`
+        sys.addaudithook(_refuse_launchers)
     (run_module if options.module else run_script)(options.script, options.script_args)
 
 

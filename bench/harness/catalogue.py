@@ -14,7 +14,7 @@ ROOMS = {
         *("demo", "demo_rl", "multimodal", "stream_training", "trainers"),
         *("emulated", "late_binding", "context_parallel", "multimodal_emulated"),
     ),
-    "batching": ("batching", "loading"),
+    "batching": ("batching",),
     "planning": (*("planning", "tables", "partition_quality", "post_balance", "multimodal_simulated"),),
     "proof": ("conformance", "parity", "chaos"),
     "gpu": ("gpu",),

@@ -192,10 +192,6 @@ def test_never_worse_than_the_start() -> None:
     assert makespan(costs, karmarkar_karp(costs, k)) > result.makespan * (1 + 1e-9)
 
 
-INFEASIBLE = "Integer infeasible - objective value 1000.00000000"
-STOPPED = "Stopped on time (no integer solution - continuous used) - objective value 1000.00000000"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

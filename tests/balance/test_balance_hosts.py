@@ -26,47 +26,36 @@ def plan_of(counts: list[int]) -> Plan:
     return Plan(microbatches, ones, ones.astype(float), max_tokens=1, policy="by hand")
 
 
-def counted(comm: Comm, sharding: Sharding, counts: list[int], hosts: int) -> float:
-    """Bytes that cross between hosts in a step, of all hosts, over their number."""
-    world_size = len(counts)
-    host_of = [rank * hosts // world_size for rank in range(world_size)]
-    per_host, crossed = world_size // hosts, 0.0
-
-    def send(source: int, target: int, num_bytes: float) -> None:
-        nonlocal crossed
-        crossed += num_bytes * (host_of[source] != host_of[target])
-
-    def ring(ranks: list[int], part: float, rounds: int) -> None:
-        for _ in range(rounds * (len(ranks) - 1)):
-            for source, target in itertools.pairwise([*ranks, ranks[0]]):
-                send(source, target, part)
-
-    everyone = list(range(world_size))
+def messages(comm: Comm, sharding: Sharding, counts: list[int], hosts: int) -> list[tuple[int, int, float]]:
+    """Source, target and bytes of each, in a step."""
+    everyone = list(range(len(counts)))
+    world_size, per_host = len(counts), len(counts) // hosts
     counterparts = [everyone[place::per_host] for place in range(per_host)]
-    if comm == "collective" and sharding == "full":
-        for _ in range(max(counts)):
-            ring(everyone, PARAMETERS / world_size, 2)
-            ring(everyone, GRADIENTS / world_size, 1)
-    elif sharding == "hybrid":
-        for ranks in counterparts:
-            ring(ranks, GRADIENTS / per_host / len(ranks), 2)  # reduce-scatter, all-gather
-    elif sharding == "shared":
-        for ranks in counterparts:
-            for source, target in itertools.permutations(ranks, 2):
-                send(source, target, (PARAMETERS + GRADIENTS) / world_size)
-    else:
-        for rank, owner in itertools.product(everyone, everyone):
-            send(owner, rank, counts[rank] * 2 * PARAMETERS / world_size)
-            send(rank, owner, counts[rank] * GRADIENTS / world_size)
-    return crossed / hosts
+
+    def ring(ranks: list[int], part: float, rounds: int) -> list[tuple[int, int, float]]:
+        once = [(source, target, part) for source, target in itertools.pairwise([*ranks, ranks[0]])]
+        return once * (rounds * (len(ranks) - 1))
+
+    if sharding == "hybrid":  # a reduce-scatter and an all-gather of each rank's shard
+        return [one for ranks in counterparts for one in ring(ranks, GRADIENTS / world_size, 2)]
+    if sharding == "shared":
+        part = (PARAMETERS + GRADIENTS) / world_size
+        return [(*pair, part) for ranks in counterparts for pair in itertools.permutations(ranks, 2)]
+    if comm == "collective":
+        return max(counts) * (ring(everyone, PARAMETERS / world_size, 2) + ring(everyone, GRADIENTS / world_size, 1))
+    pairs = list(itertools.product(everyone, everyone))
+    reads = [(owner, rank, 2 * counts[rank] * PARAMETERS / world_size) for rank, owner in pairs]
+    return reads + [(rank, owner, counts[rank] * GRADIENTS / world_size) for rank, owner in pairs]
 
 
 @pytest.mark.parametrize(("comm", "sharding"), WAYS)
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_bytes_are_those_of_each_message(comm: Comm, sharding: Sharding, hosts: int) -> None:
     counts = [3] * 6 if comm == "collective" else [4, 0, 1, 2, 3, 5]
+    sent = messages(comm, sharding, counts, hosts)
+    crossed = sum(size for source, target, size in sent if source * hosts // 6 != target * hosts // 6)
     crossing = Network(hosts, 6 // hosts, 1.0).crossing(comm, sharding, PARAMETERS, GRADIENTS)
-    assert crossing.num_bytes(plan_of(counts), comm, hosts) == pytest.approx(counted(comm, sharding, counts, hosts))
+    assert crossing.num_bytes(plan_of(counts), comm, hosts) == pytest.approx(crossed / hosts)
 
 
 def test_what_crosses_once_a_step_takes_all_ranks_time_and_nothing_hides_it() -> None:

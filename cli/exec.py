@@ -1,0 +1,70 @@
+"""``odc exec``: any command that starts ranks, each of which is then a rank of ``odc run``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from odc.launch import entering
+
+_NOBODY = (
+    "odc exec: the command ran without ODC: it started no rank that could be entered, a Python process with RANK, "
+    "LOCAL_RANK and MASTER_ADDR in its environment and a script of its own. Functions that mp.spawn or "
+    "notebook_launcher start as ranks have none: call odc.patch_fsdp(model) in them"
+)
+
+
+def exec_(context: typer.Context) -> None:
+    """Run a command that starts ranks by itself, each of them with on-demand communication.
+
+    For launchers and command lines that call torchrun: what they start as ranks goes on as under odc run, unedited.
+    Before -- stand ODC's own options, as of odc run.
+
+      odc exec -- llamafactory-cli train config.yaml
+      odc exec --dry-run -- accelerate launch --config_file fsdp.yaml train.py
+    """
+    from odc.launch.main import Parser, check_options, odc_options, option_arguments
+
+    parser = Parser(
+        prog="odc exec",
+        usage="odc exec [options] -- command [arguments]",
+        parents=[odc_options()],
+        description="Any command that starts ranks by itself, each of them with on-demand communication.",
+        epilog="Example: odc exec -- llamafactory-cli train config.yaml",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="that starts ranks, and its arguments")
+    options = parser.parse_args(context.args)
+    command = options.command[options.command[:1] == ["--"] :]
+    del options.command
+    if not command or shutil.which(command[0]) is None:
+        given = f"there is no command {command[0]!r}" if command else "no command"
+        parser.error(f"{given}: expected one that starts ranks, as in odc exec -- llamafactory-cli train config.yaml")
+    try:
+        check_options(options)
+    except ValueError as error:
+        parser.error(str(error))
+    raise typer.Exit(_run(command, shlex.join(option_arguments(options))))
+
+
+def _run(command: Sequence[str], options: str) -> int:
+    """Returns the command's exit status, as a shell has it."""
+    with tempfile.TemporaryDirectory(prefix="odc-exec-") as folder:
+        shutil.copyfile(entering.__file__, Path(folder, "sitecustomize.py"))
+        path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, entering.OPTIONS: options})
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the command, too
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: process.send_signal(number))
+        status = process.wait()
+        if not any(Path(folder).glob("rank*")):
+            typer.echo(_NOBODY, err=True)
+    return status if status >= 0 else 128 - status
