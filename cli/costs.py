@@ -161,7 +161,10 @@ def make_training(
     )
     if any(transfers_s):
         gather, scatter = (f"{1e3 * seconds:.3g}" for seconds in transfers_s)
-        about += f", and {gather} ms to gather a layer and {scatter} to push its gradients, unless compute hides it"
+        where = " within a host" if hosts > 1 else ""
+        about += (
+            f", and {gather} ms to gather a layer and {scatter} to push its gradients{where}, unless compute hides it"
+        )
     return Training(
         cost,
         microbatch_s,

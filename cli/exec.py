@@ -19,6 +19,7 @@ import typer
 from odc.launch import entering
 
 _PR_SET_PDEATHSIG = 1
+_HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _NOBODY = (
     "odc exec: the command ran without ODC: it started no rank that could be entered, a Python process with RANK, "
     "LOCAL_RANK and MASTER_ADDR in its environment and a script of its own. Functions that mp.spawn or "
@@ -63,12 +64,14 @@ def _run(command: Sequence[str], options: str) -> int:
     with tempfile.TemporaryDirectory(prefix="odc-exec-") as folder:
         shutil.copyfile(entering.__file__, Path(folder, "sitecustomize.py"))
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "PYTHONPATH": path, entering.OPTIONS: options}
-        end_with_parent = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
-        process = subprocess.Popen(command, env=env, preexec_fn=end_with_parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the command, too
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, frame: process.send_signal(number))
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": path, entering.OPTIONS: options},
+            preexec_fn=functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),
+            start_new_session=True,
+        )
+        for number in _HANDED_ON:  # to what the command has started in its turn, too
+            signal.signal(number, lambda number, frame: os.killpg(process.pid, number))
         status = process.wait()
         if not any(Path(folder).glob("rank*")):
             typer.echo(_NOBODY, err=True)

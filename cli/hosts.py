@@ -59,22 +59,24 @@ def parse_network(hosts: int, between: str | None, world_size: int, device: str)
             raise ValueError(f"--between {shown(between)} is between hosts: expected --hosts of 2 or more, too")
         return None
     if world_size % hosts or world_size == hosts:
-        raise ValueError(f"--hosts {hosts}: expected as many ranks on each, 2 or more, of --world-size {world_size}")
+        raise ValueError(f"--hosts {hosts}: expected as many of {world_size} ranks on each, 2 or more")
     per_host = world_size // hosts
     if between is None:
         return Network(hosts, per_host, per_host * DEVICES[device].links["infiniband"])
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG][bB])(?:it)?(?:/s|ps)?", between.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG](?:B|b(?:it)?))(?:/s|ps)?", between.strip())
     if not found or not float(found[1]):
         raise ValueError(
             f"--between {shown(between)}: expected what a host receives per second, in bits or bytes: 100Gb, 12.5GB"
         )
-    return Network(hosts, per_host, float(found[1]) * _UNITS[found[2]])
+    return Network(hosts, per_host, float(found[1]) * _UNITS[found[2][:2]])
 
 
 def usual(inside: Mapping[Comm, Machine], network: Network, training: Training) -> dict[Comm, Machine]:
     """What FSDP and ODC meet over these hosts as they are by themselves; ``inside`` is what they meet on one."""
-    shardings: dict[Comm, Sharding] = {"collective": "full", "odc": "shared"}
-    return {comm: _over(inside[comm], network, training, comm, sharding)[0] for comm, sharding in shardings.items()}
+    return {
+        "collective": _over(inside["collective"], network, training, "collective", "full")[0],
+        "odc": _over(inside["odc"], network, training, "odc", "shared")[0],
+    }
 
 
 def _over(
@@ -124,8 +126,11 @@ def _sharded(training: Training, network: Network, sharding: Sharding) -> Traini
 def table(ways: Sequence[Way], network: Network) -> Table:
     """At most 80 columns wide."""
     best, baseline = fastest(ways), ways[0].simulation
-    title = f"Over {network.num_hosts} hosts with {significant(network.bytes_per_s / 1e9)} GB/s into each, a step"
-    result = Table(title=title, title_justify="left", expand=False)
+    result = Table(
+        title=f"Over {network.num_hosts} hosts with {significant(network.bytes_per_s / 1e9)} GB/s into each, a step",
+        title_justify="left",
+        expand=False,
+    )
     result.add_column("", no_wrap=True)
     for name in ("into a\nhost", "transfers\nhidden", "samples/s", "speedup", "memory"):
         result.add_column(name, justify="right", no_wrap=True)

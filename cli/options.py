@@ -93,7 +93,8 @@ ScatterMs = Annotated[
     ),
 ]
 OdcSlower = Annotated[
-    float, typer.Option("--odc-slower", min=0.0, help="ODC's transfers take so many times as long.", **_TRUTH)
+    float,
+    typer.Option("--odc-slower", min=0.0, help="ODC's transfers in a host take so many times as long.", **_TRUTH),
 ]
 Overlap = Annotated[
     float, typer.Option("--overlap", min=0.0, max=1.0, help="Part of transfers that compute can hide.", **_TRUTH)
@@ -107,7 +108,8 @@ Hosts = Annotated[
         "--hosts",
         min=1,
         help="The ranks are on so many hosts. Policies are compared for what FSDP and ODC do there by themselves: full "
-        "sharding, and parameters and gradients shared in each host. Then the best ones, for each way to shard.",
+        "sharding, and parameters and gradients shared in each host. Then the best ones, for each way to shard; with "
+        "HSDP, FSDP all-reduces in the last microbatch only (set_requires_all_reduce), and nothing hides that.",
         **_HOSTS,
     ),
 ]

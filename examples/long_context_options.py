@@ -142,8 +142,9 @@ def _problem_of_ranks(args: argparse.Namespace) -> str | None:
         return f"--online {uneven}: leave out --no-odc"
     if not args.odc and args.deterministic:
         return "--deterministic is an option of ODC: leave out --no-odc"
-    if args.hybrid and os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):
-        return "--hybrid has replicas on other hosts, and all ranks are on this one: leave it out"
+    here, everywhere = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if args.hybrid and "RANK" in os.environ and (here == everywhere or everywhere % here):
+        return f"--hybrid has replicas on other hosts: expected several with as many ranks, not {here} of {everywhere}"
     return None
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import chat_data
 import packed_attention
@@ -32,7 +32,7 @@ from long_context_options import TINY_MODEL, parse_args
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from training_files import Checkpoints, RunLog
@@ -115,7 +115,9 @@ def train(
         started = time.perf_counter()
         loss_sum = torch.zeros((), device=device)
         counts = torch.tensor([len(minibatch.microbatches), sum(map(num_tokens_of, minibatch.microbatches))])
-        for microbatch in minibatch.microbatches:
+        for index, microbatch in enumerate(minibatch.microbatches):
+            if args.hybrid and not args.odc:  # ODC sums over hosts once a step by itself
+                cast(FSDPModule, model).set_requires_all_reduce(index == len(minibatch.microbatches) - 1)
             loss = model(**on_device(microbatch, device))
             (loss * minibatch.loss_scale).backward()
             loss_sum += loss.detach()

@@ -191,7 +191,7 @@ def _connect(
         shards = over(units[0].process_group)
         around = over(units[0].shard_group)
         beside: dict[Exchange, Counts] = {over(group): counts for group, counts in find_partners(around, units)}
-        # Of what is shared, all ranks: those that differ may be in different homes.
+        # Of what is shared, all ranks: ranks that differ may be on different hosts.
         for one in (around, replicas if around is shards else None, *beside):
             if one is not None:
                 require_agreement(one, _agreement(units))

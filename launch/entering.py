@@ -2,8 +2,8 @@
 
 ``odc exec`` lays this file as ``sitecustomize.py`` into a folder on PYTHONPATH, where Python's start finds it. So it
 imports nothing but the standard library, and reads the environment by itself. A rank is a process with RANK, LOCAL_RANK
-and MASTER_ADDR, as torchrun and those that call it set them, and with a script or module of its own; what a rank starts
-is none.
+and MASTER_ADDR, as torchrun and those that call it set them, and with a script or module of its own. A launcher is
+none, nor is what a rank starts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -20,28 +21,54 @@ OPTIONS = "_ODC_EXEC_OPTIONS"
 ENTERED = "_ODC_EXEC_ENTERED"
 """Set in a rank, and so in what it starts."""
 _OF_A_RANK = {"RANK", "LOCAL_RANK", "MASTER_ADDR"}
-_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
+_LAUNCHERS = {
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed"),
+    *("accelerate launch", "accelerate.commands.launch", "odc.run"),
+}
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
     """Python's own options, and what it runs with its arguments: a script, or -m and a module. None: neither.
 
-    >>> split_command(["python", "-u", "-X", "dev", "train.py", "--lr", "1"])
-    (['-u', '-X', 'dev'], ['train.py', '--lr', '1'])
+    >>> split_command(["python", "-uX", "dev", "train.py", "--lr", "1"])
+    (['-uX', 'dev'], ['train.py', '--lr', '1'])
+    >>> split_command(["python", "-um", "train", "--lr", "1"])
+    (['-u'], ['-m', 'train', '--lr', '1'])
     """
-    at = 1
-    while at < len(words) and words[at].startswith("-") and words[at] != "-m":
-        if words[at].startswith("-c") or words[at] == "-":
+    flags, rest = list[str](), list(words[1:])
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        # Letters before the first that takes a value, this one, and its value, unless that is the next word.
+        [(before, kind, value)] = re.findall(r"^(--.*|-[^cmWX]*)([cmWX]?)(.*)$", word)
+        if kind == "c":
             return None
-        at += 2 if words[at] in _WITH_VALUE else 1
-    return (list(words[1:at]), list(words[at:])) if at < len(words) else None
+        if kind == "m":
+            return flags + [before] * (before != "-"), ["-m", *filter(None, [value]), *rest]
+        flags += [word, *rest[: bool(kind and not value)]]
+        rest = rest[bool(kind and not value) :]
+    rest = rest[rest[:1] == ["--"] :]
+    return (flags, rest) if rest and rest[0] != "-" else None
+
+
+def starts_ranks(words: Sequence[str]) -> bool:
+    """Whether that is the command line of a launcher: what it starts are ranks, and it is none.
+
+    >>> starts_ranks(["python", "-u", "-m", "torch.distributed.run", "x.py"]), starts_ranks(["accelerate", "env"])
+    (True, False)
+    """
+    if os.path.basename(words[0]).startswith("python"):
+        found = split_command(words)
+        words = ["", ""] if found is None else found[1][found[1][:1] == ["-m"] :]
+    name = os.path.basename(words[0])
+    return bool(_LAUNCHERS & {name, " ".join([name, *words[1:2]])})
 
 
 def enter() -> None:
     """Go on as ``odc run`` if this process is a rank; else let another ``sitecustomize``, which this one hides, run."""
     found = split_command(sys.orig_argv)
     folder = os.path.dirname(os.path.abspath(__file__))
-    if found is not None and os.environ.keys() >= _OF_A_RANK and ENTERED not in os.environ:
+    is_rank = os.environ.keys() >= _OF_A_RANK and ENTERED not in os.environ and not starts_ranks(sys.orig_argv)
+    if found is not None and is_rank:
         flags, script = found
         os.environ[ENTERED] = "1"
         with open(os.path.join(folder, f"rank{os.environ['RANK']}"), "w"):

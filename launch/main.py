@@ -19,6 +19,7 @@ from odc.fsdp_patch.automatic import AutomaticPatching, Say
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.launch import report
 from odc.launch.dry_run import DryRun
+from odc.launch.entering import starts_ranks
 from odc.launch.script import last_line, leave_last_words, run_module, run_script, without_launcher
 from odc.liveness.faults import FaultInjector
 from odc.transports import registry
@@ -299,9 +300,8 @@ def _dry_run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -
 
 def _refuse_launchers(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook: a script that starts ranks would do so once in each rank."""
-    words = [str(word) for word in arguments[1]] if event == "subprocess.Popen" and arguments[1] else []
-    launched = {os.path.basename(words[0]), *words[1:3]} if words else set()
-    if launched & {"torchrun", "accelerate", "deepspeed", "torch.distributed.run"}:
+    words = [str(word) for word in arguments[1]] if event == "subprocess.Popen" and arguments[1] else [""]
+    if starts_ranks(words):
         raise UnsupportedError(
             f"the script starts ranks of its own ({shorten(' '.join(words))}), and so would each rank of odc run: give "
             "the command to odc exec, which lets it start them: odc exec -- command"

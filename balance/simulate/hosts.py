@@ -68,9 +68,9 @@ class Network:
     ) -> Machine:
         """``inside`` is that of one host; ``compute``: what a microbatch computes, on average.
 
-        With ODC the ranks of a host share its link with those that are on the way, too. A rank is on the way for T of
-        T + c, where c is the compute that does not hide transfers, and T the ``t`` that it would take alone, times
-        1 + (ranks - 1) T / (T + c): a quadratic equation. If compute hides all, c is 0, and T is ranks times ``t``.
+        With ODC each rank of a host shares its link with those that transfer at the same time. A rank does for T of
+        T + c, where c is the compute that does not hide transfers, on average, and T what it would take alone, times
+        1 + (ranks - 1) T / (T + c): a quadratic equation. If compute hides all, c is 0, and the link has all ranks.
         """
         sharing = 1.0
         if alone := (2 * crossing.gather + crossing.scatter) / self.bytes_per_s if comm == "odc" else 0.0:

@@ -264,7 +264,6 @@ class Run:
         body: Callable[..., Any],
         *arguments: Any,
         place: Place = CPU,
-        have_children: bool = False,
         enter: Callable[[int, int], object] | None = None,
     ) -> list[Any]:
         """What ``body(rank, *arguments)`` returned on all ranks: new processes of this machine, or torchrun's own.
@@ -275,10 +274,10 @@ class Run:
         """
         self.environment["threads_per_rank"] = 1
         if self.launched is None:
-            options: dict[str, Any] = {"on_progress": self.advance, "have_children": have_children, "enter": enter}
-            return run_ranks(world_size, body, *arguments, place=place, **options)
-        if self.launched.world_size != world_size:
-            raise ValueError(f"torchrun has started {self.launched.world_size} ranks, and {world_size} are asked for")
+            return run_ranks(world_size, body, *arguments, place=place, on_progress=self.advance, enter=enter)
+        if self.launched.world_size != world_size or enter is not None:
+            wanted = f"{world_size} are asked for{', on hosts that they make' * (enter is not None)}"
+            raise ValueError(f"torchrun has started {self.launched.world_size} ranks, and {wanted}")
         me = join(self.launched.rank, world_size, place, "", self.advance)
         return _gathered(me, body(me, *arguments))
 

@@ -95,7 +95,7 @@ def why_not() -> str | None:
     if shutil.which("ip") is None:
         return "needs iproute2 for network namespaces"
     try:
-        with two_hosts():
+        with two_hosts(1e9):
             return None
     except (OSError, subprocess.SubprocessError) as problem:
         return f"needs permission to make network namespaces (root): {problem}"

@@ -127,7 +127,6 @@ def run_ranks(
     on_progress: Callable[[float], object] = lambda amount: None,
     limit_s: float | None = None,
     expendable: Collection[int] = (),
-    have_children: bool = False,
     preload: Sequence[str] = FOR_TRAINING,
     enter: Callable[[int, int], object] | None = None,
 ) -> list[Any]:
@@ -137,7 +136,6 @@ def run_ranks(
         body: a function of a module.
         limit_s: of all together; without one they must report progress every ten minutes.
         expendable: ranks that may die; what they return is not waited for, and None.
-        have_children: ranks may start processes, such as the workers of a loader, and end them themselves.
         preload: see :func:`process_of_fork_server`.
         enter: what each process does first, with rank and world size.
 
@@ -147,8 +145,7 @@ def run_ranks(
     """
     results: list[Any] = [None] * world_size
     deadline = None if limit_s is None else time.monotonic() + limit_s
-    options: dict[str, Any] = {"have_children": have_children, "preload": preload}
-    with rank_processes(world_size, _run_body, (place, body, arguments, enter), **options) as pipes:
+    with rank_processes(world_size, _run_body, (place, body, arguments, enter), preload=preload) as pipes:
         awaited = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in expendable}
         while awaited:
             ready = wait(list(awaited), SILENCE_LIMIT_S if deadline is None else max(deadline - time.monotonic(), 0.0))
@@ -247,7 +244,6 @@ def rank_processes(
     arguments: Sequence[Any],
     *,
     preload: Sequence[str] = FOR_TRAINING,
-    have_children: bool = False,
 ) -> Iterator[list[Connection]]:
     """The ranks' ends of their pipes while they run; no rank outlives the block, nor is waited for if it raises.
 
@@ -255,7 +251,6 @@ def rank_processes(
         main: called in each rank's process with rank, world size, the path of the file through which they
             :func:`meet`, its own end of the pipe, and ``arguments``.
         preload: see :func:`process_of_fork_server`.
-        have_children: see :func:`run_ranks`.
     """
     processes, pipes, failed = [], [], True
     with tempfile.TemporaryDirectory(prefix="odc-ranks-") as folder:
@@ -263,7 +258,7 @@ def rank_processes(
             for rank in range(world_size):
                 ours, theirs = multiprocessing.Pipe(duplex=False)
                 words = (rank, world_size, str(Path(folder, "store")), theirs, *arguments)
-                process = process_of_fork_server(main, *words, preload=preload, daemon=not have_children)
+                process = process_of_fork_server(main, *words, preload=preload, daemon=True)
                 process.start()
                 theirs.close()
                 processes.append(process)

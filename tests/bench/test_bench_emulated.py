@@ -87,7 +87,7 @@ def test_speedups_are_over_the_first_way() -> None:
     ("options", "words"),
     [
         ({"way": ["odc"]}, "'odc': expected one of collective-lb-micro"),
-        ({"ranks": 3, "between": "1Gb"}, "as many ranks on each"),
+        ({"ranks": 3, "between": "1Gb"}, "expected as many of 3 ranks"),
     ],
 )
 def test_what_cannot_be_run_is_refused(options: dict[str, Any], words: str) -> None:
@@ -117,7 +117,6 @@ def test_between_hosts_there_crosses_what_the_plan_says(way: str, sharding: Shar
     tolerance = 0.4 if (way, sharding) == ("odc-lb-mini", "full") else 0.1
     assert entry["crosses_mb"] == pytest.approx(entry["planned_crosses_mb"], rel=tolerance)
     assert entry["minibatch_s"] > 0.9 * entry["crosses_mb"] / 12.5
-    assert entry["planned_s"] > entry["planned_crosses_mb"] / 12.5
 
 
 def test_ranks_compute_as_long_as_the_scale_says_on_average() -> None:

@@ -31,11 +31,10 @@ def test_what_crosses_and_the_memory_it_takes_are_counted_for_each_way() -> None
         rel=3e-3,
     )
     memory = {way: row["memory_bytes"] / 1e9 for way, row in ways.items()}
-    parameters = 7.616
     more = memory["odc", "shared"] - memory["odc", "full"]
-    assert more == pytest.approx(6 * parameters * (1 / 8 - 1 / 16), rel=1e-3)  # published, and summed
+    assert more == pytest.approx(6 * 7.616 * (1 / 8 - 1 / 16), rel=1e-3)  # published, and summed
     more = memory["collective", "hybrid"] - memory["collective", "full"]
-    assert more == pytest.approx(16 * parameters * (1 / 8 - 1 / 16), rel=1e-3)  # master, gradient, moments
+    assert more == pytest.approx(16 * 7.616 * (1 / 8 - 1 / 16), rel=1e-3)  # master, gradient, moments
     rows = {row["comm"]: row for row in found["policies"]}
     assert rows["odc"]["memory_bytes"] == ways["odc", "shared"]["memory_bytes"]
     for comm, sharding in (("collective", "full"), ("odc", "shared")):
@@ -88,11 +87,12 @@ def test_layers_communicate_also_where_costs_are_measured(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--hosts", "3"), "--hosts 3: expected as many ranks on each, 2 or more, of --world-size 16"),
-        (("--hosts", "16"), "--hosts 16: expected as many"),
+        (("--hosts", "3"), "--hosts 3: expected as many of 16 ranks on each, 2 or more"),
+        (("--hosts", "16"), "--hosts 16: expected as many of 16 ranks on each"),
         (("--between", "100Gb"), "--between '100Gb' is between hosts: expected --hosts of 2 or more, too"),
         (("--hosts", "2", "--between", "fast"), "--between 'fast': expected what a host receives per second"),
         (("--hosts", "2", "--between", "0Gb"), "--between '0Gb': expected"),
+        (("--hosts", "2", "--between", "100GBit/s"), "--between '100GBit/s': expected"),  # bits, or bytes?
         (("--hosts", "2", "--context-parallel", "1,2"), "--hosts is not for groups"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import process_ranks
 import pytest
 
-from odc.launch.entering import split_command
+from odc.launch.entering import split_command, starts_ranks
 
 SCRIPTS = Path(process_ranks.__file__).parent / "scripts"
 ODC = [sys.executable, "-m", "odc"]
@@ -26,7 +26,12 @@ BY_ACCELERATE = [
     [
         ("python -u -X dev train.py -c 1", ("-u -X dev", "train.py -c 1")),
         ("python -Wignore -m package.train --lr 1", ("-Wignore", "-m package.train --lr 1")),
+        ("python -uX dev -W ignore train.py", ("-uX dev -W ignore", "train.py")),
+        ("python -um train x", ("-u", "-m train x")),
+        ("python -mtrain x", ("", "-m train x")),
+        ("python --help-all -- train.py", ("--help-all", "train.py")),
         ("python -c from_multiprocessing train.py", None),
+        ("python -uc pass", None),
         ("python -u -cpass", None),
         ("python -", None),
         ("python -i", None),
@@ -36,6 +41,19 @@ BY_ACCELERATE = [
 def test_what_a_process_runs(words: str, expected: tuple[str, str] | None) -> None:
     found = split_command(words.split())
     assert (found and (" ".join(found[0]), " ".join(found[1]))) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        *(("/opt/bin/torchrun x.py", True), ("python3.11 -u -m torch.distributed.run x.py", True)),
+        *(("accelerate launch x.py", True), ("python /bin/accelerate launch x.py", True)),
+        *(("accelerate env", False), ("pip install deepspeed", False), ("which torchrun", False), ("python", False)),
+        *(("python train.py torchrun", False), ("python -m train torchrun", False), ("python -c 1", False)),
+    ],
+)
+def test_a_launcher_is_no_rank_and_is_no_other_command(words: str, expected: bool) -> None:
+    assert starts_ranks(words.split()) is expected
 
 
 def ended(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
