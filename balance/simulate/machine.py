@@ -56,9 +56,6 @@ class Machine:
     scatter: float = 0.0
     """Time of one push of one layer's gradients; one per layer and microbatch, in the backward."""
 
-    synchronization: float = 0.0
-    """Time of what ranks exchange once a minibatch, when all have come to its end: nothing hides it."""
-
     overlap: float = 1.0
     """From 0 to 1, the part of the communication that compute hides, as far as there is compute."""
 
@@ -70,6 +67,9 @@ class Machine:
 
     seed: int = 0
     """Of the noise."""
+
+    synchronization: float = 0.0
+    """Time of what ranks exchange once a minibatch, when all have come to its end: nothing hides it."""
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {}
