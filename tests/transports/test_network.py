@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from faulty_ranks import stoppable, wait_for_training
 from process_ranks import RankResult, start_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training import (
     build,
     full_parameters,
@@ -64,6 +67,59 @@ def test_hosts_are_told_apart_and_found(share_in_host: str, hosts: network.TwoHo
         shared = ["shm", (hosts.hosts[rank // 2],) * 2, ("127.0.0.1",) * 2]
         assert found == (["tcp", names, ("10.77.0.1",) * 2 + ("10.77.0.2",) * 2] if share_in_host == "off" else shared)
         assert largest_difference(parameters, reference(counts, 6)) < 1e-5
+
+
+CROSSES = {
+    ("FSDP2", "full", 4): ((3.0, 12.0), (2.25, 9.0)),
+    ("FSDP2", "hybrid", 4): ((1.0, 4.0), (1.0, 4.0)),
+    ("ODC", "full", 4): ((3.0, 12.0), (1.5, 6.0)),
+    ("ODC", "hybrid", 4): ((1.0, 1.0), (1.0, 1.0)),
+    ("ODC", "shared", 4): ((1.0, 1.0), (0.75, 0.75)),
+    ("ODC", "shared", 8): ((1.0, 1.0), (0.75, 0.75)),
+}
+"""What comes into each of two hosts with so many ranks in all, in sizes of the model in float32: in minibatches of one
+and of four microbatches, which compute in float32, and in bf16. Gloo sends what it reduce-scatters twice. Where
+parameters and gradients are shared, one rank has no microbatch."""
+
+
+def count_received(rank: int, world_size: int, system: str, sharding: str, dtype: torch.dtype) -> list[float]:
+    shape, names = ((2, world_size // 2), ("replicate", "shard")) if sharding == "hybrid" else ((world_size,), None)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    model = build(width=512)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    share_in_host = "on" if sharding == "shared" else "off"
+    session = odc.patch_fsdp(model, share_in_host=share_in_host) if system == "ODC" else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step, microbatches in enumerate((1, 1, 4)):  # the first one is not counted
+        dist.barrier()
+        before = network.received_bytes()
+        dist.barrier()
+        for microbatch in range(0 if sharding == "shared" and rank == 1 else microbatches):
+            loss_of(model, tokens(step, rank, microbatch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        found.append((network.received_bytes() - before) / (4 * numel))
+    if session is not None:
+        session.close()
+    return found[1:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("system", "sharding", "num_ranks"), CROSSES)
+def test_what_crosses_hosts(
+    system: str, sharding: str, num_ranks: int, dtype: torch.dtype, hosts: network.TwoHosts
+) -> None:
+    """With parameters and gradients shared in a host: each of them once in a step, however many microbatches."""
+    results = start_ranks(num_ranks, count_received, system, sharding, dtype, enter=hosts.enter).join(150)
+    assert all(r.error is None for r in results), [r.error for r in results]
+    expected = CROSSES[system, sharding, num_ranks][dtype == torch.bfloat16]
+    for result in results:
+        assert result.value == pytest.approx(expected, rel=0.03)
 
 
 def until_told(rank: int, world_size: int, started: str, pause_s: float = 0.0) -> None:
