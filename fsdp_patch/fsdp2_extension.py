@@ -111,7 +111,7 @@ class Extension:
         """What ``fsdp_pre_all_gather`` makes of the shard as it is: flat. FSDP2 asks for it, with its arguments."""
         inner, data = self._inner, self._inner._extensions_data
         state, handed = inner.sharded_state, (data.all_gather_metadata, data.all_gather_input_sizes)
-        num_before = _num_collectives()
+        num_before = num_collectives()
         inner.sharded_state = ShardedState.SHARDED  # it may be full, behind an evaluation; the shard is there as well
         try:
             with torch.no_grad(), torch.inference_mode(False):  # metadata outlive an evaluation: training saves them
@@ -120,7 +120,7 @@ class Extension:
         finally:
             inner.sharded_state = state
             data.all_gather_metadata, data.all_gather_input_sizes = handed
-        self.communicates |= _num_collectives() != num_before
+        self.communicates |= num_collectives() != num_before
         self._dtypes = [tensor.dtype for tensor in made]
         return made
 
@@ -200,7 +200,7 @@ def _flat_view(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(-1) if plain.is_contiguous() else plain.flatten()[:0]
 
 
-def _num_collectives() -> int:
+def num_collectives() -> int:
     """That this rank has entered, in all groups that count them."""
     total = 0
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)

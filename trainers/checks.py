@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -181,14 +180,7 @@ def _problem(trainer: Any, form: Form | None, options: BalanceOptions) -> str | 
             "the auxiliary loss of a mixture of experts is a mean over microbatches, which depends on how samples "
             "share them; set router_aux_loss_coef=0 (TRL), output_router_logits=False"
         )
-    if form is not None:
-        return form.problem(trainer)
-    if not _own_loss_is_known(trainer):
-        return (
-            "compute_loss is overridden, and whether it divides by num_items_in_batch is not known; set "
-            "loss_is_scaled_for_ga=True on the trainer if it does"
-        )
-    return None
+    return None if form is None else form.problem(trainer)
 
 
 def base_model(model: Any) -> Any:
@@ -205,14 +197,3 @@ def _accepts_positions(model: Any) -> bool:
 def _config_flag(model: Any, name: str) -> bool:
     config = getattr(model, "config", None)
     return bool(getattr(config, name, False)) or bool(getattr(getattr(config, "text_config", None), name, False))
-
-
-def _own_loss_is_known(trainer: Any) -> bool:
-    from transformers import Trainer
-
-    known = [Trainer.compute_loss]
-    if "trl" in sys.modules:
-        from trl import SFTTrainer
-
-        known.append(SFTTrainer.compute_loss)
-    return type(trainer).compute_loss in known or bool(getattr(trainer, "loss_is_scaled_for_ga", None))

@@ -169,18 +169,19 @@ def balanced_loader(
     batches = BalancedBatches(
         inner, shard_of, world_size, accumulation_steps, split_batches=split, agree=same_on_all_ranks
     )
-    return DataLoaderShard(
+    made = DataLoaderShard(
         dataset,
         batch_sampler=batches,
         collate_fn=_as_it_is,
         device=loader.device,
         rng_types=loader.rng_types,
         synchronized_generator=loader.synchronized_generator,
-        iteration=loader.iteration,
         _drop_last=loader._drop_last,
         _non_blocking=loader._non_blocking,
         **{name: getattr(loader, name) for name in _SAME},
     )
+    made.iteration = loader.iteration
+    return made
 
 
 def _as_it_is(bundle: Bundle) -> Bundle:

@@ -98,7 +98,7 @@ class RankMetrics:
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's own, with its gathers kept on this rank."""
-        if not self._trainer.model.training:
+        if not torch.is_grad_enabled():
             return self._compute_loss(model, inputs, *args, **kwargs)
         return self.measured(count_loss_tokens(inputs["labels"]), model, inputs, *args, **kwargs)
 

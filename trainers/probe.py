@@ -3,6 +3,9 @@
 Two tiny samples go through the model that will be trained, packed as training packs them and each alone as the user's
 collator would have given it: :mod:`odc.balance.data.probe`, and the loss besides. (Rotary scaling by the longest sample
 of a row and attention in chunks are refused by configuration, :func:`odc.trainers.checks.check_rows`.)
+
+A trainer may override ``compute_loss``. What it does there is asked in the same way: whether the loss is a sum over
+tokens divided by ``num_items_in_batch``, also of what it adds while ``model.training``, and whether it communicates.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from odc.balance.data import probe
 from odc.balance.data.collate import concatenate
 from odc.balance.data.probe import Identity, Probe, ProbeSamples, Sample
 from odc.errors import OdcError
+from odc.fsdp_patch.fsdp2_extension import num_collectives
 from odc.trainers.batches import Microbatch
 from odc.trainers.checks import refusal
 from odc.trainers.overrides import Overrides
@@ -41,12 +45,17 @@ def aside(trainer: Any, model: nn.Module) -> Iterator[None]:
         Overrides(trainer.accelerator) as of_accelerator,
     ):
         if hasattr(trainer, "_metrics"):
-            of_trainer.set("_metrics", copy.deepcopy(trainer._metrics))
-            of_accelerator.set("gather_for_metrics", lambda input_data, *_, **__: input_data)
+            for name in {"_metrics", "_total_train_tokens"} & vars(trainer).keys():
+                of_trainer.set(name, copy.deepcopy(vars(trainer)[name]))
+            for name in ("gather", "gather_for_metrics"):
+                of_accelerator.set(name, lambda input_data, *_, **__: input_data)
+            of_accelerator.set("reduce", lambda tensor, *_, **__: tensor)
         yield
 
 
-def check_packing(trainer: Any, model: nn.Module, identity: Identity, example: Mapping[str, torch.Tensor]) -> None:
+def check_packing(
+    trainer: Any, model: nn.Module, identity: Identity, example: Mapping[str, torch.Tensor], *, equal_counts: bool
+) -> None:
     """Refuse a model whose loss would change with packing. Nine tiny forwards; every rank must come here.
 
     Args:
@@ -54,13 +63,14 @@ def check_packing(trainer: Any, model: nn.Module, identity: Identity, example: M
         model: as the trainer calls it: wrapped, sharded, on its device.
         identity: of the same model before it was wrapped.
         example: a sample of the dataset as it is packed, for the columns that the collator gives.
+        equal_counts: ranks will run as many microbatches each, and may meet in them.
 
     Raises:
         UnsupportedError: the model's name and what was measured, or why it could not be.
     """
     further = {name: column[0] for name, column in example.items() if name != "position_ids"}
     with aside(trainer, model), trainer.compute_loss_context_manager():
-        refuse_packing(trainer, identity, lambda: _problem(trainer, model, identity, further))
+        refuse_packing(trainer, identity, lambda: _problem(trainer, model, identity, further, equal_counts))
 
 
 def refuse_packing(trainer: Any, identity: Identity, problem_of: Callable[[], str | None]) -> None:
@@ -83,7 +93,7 @@ def refuse_packing(trainer: Any, identity: Identity, problem_of: Callable[[], st
         raise refusal(trainer, f"{problem}. {INSTEAD}")
 
 
-def _problem(trainer: Any, model: nn.Module, identity: Identity, further: Sample) -> str | None:
+def _problem(trainer: Any, model: nn.Module, identity: Identity, further: Sample, equal_counts: bool) -> str | None:
     options = {"use_cache": False} if _is_trls(trainer) else {}
 
     def forward(batch: Microbatch) -> Any:
@@ -99,6 +109,8 @@ def _problem(trainer: Any, model: nn.Module, identity: Identity, further: Sample
         """As the trainer computes it."""
         inputs = trainer._prepare_inputs({k: v for k, v in batch.items() if k != "cu_seqlens"})
         count = torch.tensor(num_items, device=trainer.args.device)
+        for module in (model, trainer.model):
+            module.training = True  # but for the modules in it, so that no dropout draws
         return float(trainer.compute_loss(model, inputs, num_items_in_batch=count))
 
     samples = ProbeSamples.of(identity, further)
@@ -107,14 +119,25 @@ def _problem(trainer: Any, model: nn.Module, identity: Identity, further: Sample
         return found.problem
     both = [{**one, "labels": one["labels"] % found.num_classes} for one in (samples.first, samples.second)]
     apart = [alone(one) for one in both]
-    return _loss_problem(identity.name, loss, concatenate(both), apart, found.tolerance)
+    row = concatenate(both)
+    problem = _loss_problem(identity.name, loss, row, apart, found.tolerance)
+    if problem is None and not equal_counts:
+        before = num_collectives()
+        loss(row, _NUM_ITEMS)
+        if (number := num_collectives() - before) > 0:
+            problem = (
+                f"computing the loss of one microbatch takes {number} collectives of a process group, in which ranks "
+                "with other numbers of microbatches would wait for one another for ever; gather what is logged once a "
+                "step (in training_step or log), or balance with equal numbers (--balance lb-micro)"
+            )
+    return problem
 
 
 def _loss_problem(
     name: str, loss: Callable[[Microbatch, float], float], row: Microbatch, apart: list[Microbatch], tolerance: float
 ) -> str | None:
     packed, half = loss(row, _NUM_ITEMS), loss(row, 2 * _NUM_ITEMS)
-    if not abs(2 * half - packed) <= tolerance * abs(packed):
+    if not abs(2 * half - packed) <= 0.1 * tolerance * abs(packed):  # both numbers divide exactly
         return (
             f"the loss of {name} is not a sum over tokens divided by num_items_in_batch: for {_NUM_ITEMS:.0f} it is "
             f"{packed:.4g}, for twice as many {half:.4g}, where half was expected. So the loss of a step depends on "

@@ -240,7 +240,7 @@ class _Balanced:
         if not self._options.equal_counts and DataRanks.of(self._trainer.accelerator).world_size > 1:
             check_sharded(model, self._options.name)
             check_head(model, self._options.name)
-        check_packing(self._trainer, model, self._identity, self._example)
+        check_packing(self._trainer, model, self._identity, self._example, equal_counts=self._options.equal_counts)
 
     def num_items(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Labels in all microbatches of the step, summed over ranks: as many as in the user's batches. The trainer asks

@@ -482,11 +482,6 @@ def test_the_launchers_hook_balances_every_trainer_and_is_undone(
 # Refusals
 
 
-class OwnLoss(Trainer):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
-
-
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -495,7 +490,6 @@ class OwnLoss(Trainer):
         ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
         ({"use_cache": True}, "use_cache=True"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
-        ({"cls": OwnLoss}, "compute_loss is overridden"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_refused_by_name(
@@ -530,12 +524,6 @@ def test_trainers_of_rollouts_and_pairs_are_told_what_works(name: str, what: str
     assert f"in this {kind.__name__}: a {name} trains on {what}" in text
     assert "`odc run` without --balance and --online" in text
     assert "tokenize" not in text
-
-
-def test_an_overridden_loss_that_says_how_it_is_scaled_is_taken(tmp_path: Path) -> None:
-    trainer = hf_trainer(tmp_path, cls=OwnLoss)
-    trainer.loss_is_scaled_for_ga = True
-    balance(trainer)
 
 
 def test_models_that_cannot_be_balanced_are_refused_by_name(tmp_path: Path) -> None:

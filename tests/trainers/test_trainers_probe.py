@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from tiny_trainers import hf_trainer, losses, model, other_model, pad, sft_trainer
 from transformers import Trainer, set_seed
@@ -21,7 +22,7 @@ from odc.trainers.probe import check_packing
 def probe(trainer: Trainer, example: dict[str, torch.Tensor] | None = None) -> None:
     """As at the first step of ``train()``, of a model that was not wrapped."""
     trainer.model.config.use_cache = False
-    check_packing(trainer, trainer.model, Identity.of(trainer.model), example or {})
+    check_packing(trainer, trainer.model, Identity.of(trainer.model), example or {}, equal_counts=False)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +93,14 @@ def test_the_probe_leaves_nothing_behind(tmp_path: Path, make: Any) -> None:
     random_state, modes = torch.get_rng_state(), [module.training for module in made.modules()]
     called: list[bool] = []
     handle = made.register_forward_hook(
-        lambda module, args, output: called.append(torch.is_grad_enabled() or any(m.training for m in made.modules()))
+        lambda module, args, output: called.append(
+            torch.is_grad_enabled() or any(m.training for m in made.model.modules())
+        )
     )
     attributes = set(vars(trainer)), set(vars(trainer.accelerator))
     probe(trainer)
     handle.remove()
-    assert called == [False] * 9
+    assert called == [False] * 10
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [module.training for module in made.modules()] == modes
     assert torch.is_grad_enabled()
@@ -159,6 +162,82 @@ def test_losses_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
             probe(hf_trainer(tmp_path, extra={"compute_loss_func": loss}))
 
 
+class PassingOn(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class OfItsOwn(Trainer):
+    """A sum over tokens of another loss, divided as it must be."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        each = torch.nn.functional.cross_entropy(model(**inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return each * (labels[:, 1:] != -100).sum() / num_items_in_batch
+
+
+class Mean(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class Regularized(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss + model.lm_head.weight.square().mean() if model.training else loss
+
+
+class Gathering(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+
+class OfLongSamples(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert inputs["input_ids"].shape[1] >= 10
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("cls", "problem"),
+    [
+        (PassingOn, None),
+        (OfItsOwn, None),
+        (Mean, r"is not a sum over tokens divided by num_items_in_batch: for 8 it is (\S+), for twice as many \1"),
+        (Regularized, "is not a sum over tokens divided by num_items_in_batch"),
+        (OfLongSamples, "could not be measured: .* raised AssertionError"),
+    ],
+)
+def test_an_overridden_loss_is_asked_how_it_adds_up(tmp_path: Path, cls: type[Trainer], problem: str | None) -> None:
+    """It can be told whether it may be balanced, and where it cannot be told, it is refused."""
+    runs = []
+    for ours in (False, True) if problem is None else (True,):
+        trainer = hf_trainer(tmp_path, cls=cls, num_train_epochs=1)
+        if ours:
+            balance(trainer, "lb-mini", max_tokens=64)
+        set_seed(1)
+        if problem is not None:
+            with pytest.raises(UnsupportedError, match=f"in this {cls.__name__}: .*{problem}"):
+                trainer.train()
+            assert trainer.state.global_step == 0
+            return
+        trainer.train()
+        runs.append(losses(trainer))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-4)
+
+
+def test_a_loss_in_which_ranks_meet_is_refused(tmp_path: Path) -> None:
+    trainer = hf_trainer(tmp_path, cls=Gathering)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UnsupportedError, match="the loss of one microbatch takes 1 collectives of a process group"):
+            probe(trainer)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_probe_has_the_columns_of_the_collator_and_ordinary_tokens(tmp_path: Path) -> None:
     class Weighing(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +249,6 @@ def test_the_probe_has_the_columns_of_the_collator_and_ordinary_tokens(tmp_path:
         return {**made, "weights": made["attention_mask"].float()}
 
     trainer = hf_trainer(tmp_path, cls=Weighing, collate=weigh, num_train_epochs=1, remove_unused_columns=False)
-    trainer.loss_is_scaled_for_ga = True
     balance(trainer)
     trainer.train()
     assert len(losses(trainer)) == 5
