@@ -9,7 +9,7 @@ from types import ModuleType
 from odc.bench.harness.benchmark import Benchmark
 
 ROOMS = {
-    "communication": ("primitives", "host_time", "fsdp_host_time", "memory", "uneven", "links"),
+    "communication": ("primitives", "fsdp_host_time", "memory", "uneven", "links"),
     "training": (
         *("demo", "demo_rl", "multimodal", "stream_training", "trainers"),
         *("emulated", "late_binding", "context_parallel", "multimodal_emulated"),

@@ -120,7 +120,7 @@ def test_only_results_of_one_benchmark_are_compared(tmp_path: Path) -> None:
     assert bench("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")).exit_code == 2
     done = bench("nonsense")
     assert done.exit_code == 2
-    assert "expected one of primitives, host-time" in " ".join(done.output.split())
+    assert "expected one of primitives, fsdp-host-time" in " ".join(done.output.split())
 
 
 def test_every_benchmark_is_in_its_room_and_shows_its_committed_results() -> None:
