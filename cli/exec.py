@@ -16,6 +16,7 @@ from pathlib import Path
 
 import typer
 
+from odc.cli.run import drawn_timeline
 from odc.launch import entering
 
 _PR_SET_PDEATHSIG = 1
@@ -56,7 +57,9 @@ def exec_(context: typer.Context) -> None:
         check_options(options)
     except ValueError as error:
         parser.error(str(error))
-    raise typer.Exit(_run(command, shlex.join(option_arguments(options))))
+    with drawn_timeline(options.timeline):
+        status = _run(command, shlex.join(option_arguments(options)))
+    raise typer.Exit(status)
 
 
 def _run(command: Sequence[str], options: str) -> int:

@@ -10,8 +10,10 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -19,6 +21,7 @@ import typer
 from odc.errors import shorten, shown
 
 _MOST_RANKS = 1024  # on one host: more are a mistake, and would take its memory before anybody sees it
+_DRAWN = 4  # minibatches, in the picture of a timeline
 _NOT_A_SCRIPTS = r"--(nproc-per-node|nnodes|node-rank|standalone|rdzv-.+|master-.+|dry-run|balance|late-binding)"
 
 
@@ -45,7 +48,8 @@ def launch(arguments: Sequence[str]) -> None:
 
     options = rank_options(arguments)
     try:
-        torchrun(options)  # type: ignore[no-untyped-call]
+        with drawn_timeline(options.timeline):
+            torchrun(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         _end(last_words(error.failures), 1)
     except SignalException as error:  # the ranks have been ended
@@ -53,6 +57,35 @@ def launch(arguments: Sequence[str]) -> None:
     except Exception as error:  # of torchrun's own making: an option, the rendezvous, a limit
         what = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}".removesuffix(": ")
         _end(f"odc run: torchrun could not start the ranks: {what}", 2)
+
+
+@contextmanager
+def drawn_timeline(folder: str | None) -> Iterator[None]:
+    """Behind the block, draw what the ranks of this host have left there in it (``--timeline``), however it ends."""
+    if folder is None:
+        yield
+        return
+    for path in Path(folder).glob("timeline-rank*.json"):
+        path.unlink()
+    try:
+        yield
+    finally:
+        from odc.bench.training.bubble import Recording
+        from odc.bench.training.trace import write_trace
+
+        recording = Recording.read(Path(folder))
+        if numbers := recording.minibatches:
+            write_trace(Path(folder, "trace.json"), {"odc run": recording})
+            made = "trace.json (open it at ui.perfetto.dev)"
+            if importlib.util.find_spec("matplotlib") is not None:
+                from odc.bench.training.plots import plot_timelines
+
+                shown_ones = {f"minibatch {number}": recording.segments([number]) for number in numbers[-_DRAWN:]}
+                plot_timelines(Path(folder, "timeline.png"), shown_ones, "The last minibatches")
+                made = f"timeline.png and {made}"
+            typer.echo(f"odc: {folder}: {made}, of the last {len(numbers)} minibatches", err=True)
+        else:
+            typer.echo(f"odc: --timeline {folder}: no rank of this host has ended a minibatch", err=True)
 
 
 def _end(text: str, code: int) -> NoReturn:

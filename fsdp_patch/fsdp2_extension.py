@@ -23,7 +23,7 @@ there are sums, over rows and over columns of all elements: a hundredth of a cop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -200,10 +200,12 @@ def _flat_view(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(-1) if plain.is_contiguous() else plain.flatten()[:0]
 
 
-def num_collectives() -> int:
-    """That this rank has entered, in all groups that count them."""
+def num_collectives(among: Collection[int] | None = None) -> int:
+    """That this rank has entered, in all groups that count them, or in those of at least two ranks of ``among``."""
     total = 0
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    if among is not None:
+        groups = [one for one in groups if len(set(among).intersection(dist.get_process_group_ranks(one))) > 1]
     for group in groups:
         try:
             total += group._get_sequence_number_for_group()

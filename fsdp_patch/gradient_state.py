@@ -85,6 +85,8 @@ class Notes(NamedTuple):
     """What has asked for gradients, as a number, or where that was by hand; 0: ``session.finish()``."""
     said: int
     """:class:`Said`."""
+    compute_ns: int = 0
+    """Nanoseconds outside of ODC's operations since its last minibatch ended."""
 
 
 class GradientState:

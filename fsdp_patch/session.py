@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from odc.minibatch.protocol import End, EndKind
 from odc.minibatch.runtime import Runtime
 from odc.minibatch.state import Phase
 from odc.setup.agreement import ProcessGroupExchange, setup_timeout_s
-from odc.timeline import Stats, Timeline
+from odc.timeline import MinibatchStats, Stats, Timeline
 from odc.units import Destination, Rows
 
 logger = logging.getLogger("odc")
@@ -109,7 +109,11 @@ class Session:
         self._model: Callable[[], nn.Module | None] = lambda: None
         self.on_finish: Callable[[], None] | None = None
         """Called at the end of each minibatch, before this rank waits for the others."""
+        self.last_minibatch: MinibatchStats | None = None
+        """The one that has ended last; None before the first end, and where a shard group of one rank has none."""
+        self._observers: list[Callable[[MinibatchStats], object]] = []
         self._take(connection)
+        self._ended_s, self._before = time.monotonic(), self.stats()
 
     def _take(self, connection: Connection) -> None:
         meshes, runtime, alone = connection
@@ -262,10 +266,20 @@ class Session:
             self._begin()
         if self.on_finish is not None:
             self.on_finish()
+        microbatches = self._runtime.state.num_pushed
         with self._runtime.reporting:  # to the end: sums that are final, and not in .grad, must get into no step
             ends = self._finish_on_all(kind)
             done = trained()
             done.minibatches, done.met_s = done.minibatches + 1, time.monotonic()
+            compute_s = {notes.rank: notes.compute_ns * 1e-9 for notes in (Notes(*end.notes) for end in ends)}
+            self.last_minibatch = last = MinibatchStats(
+                self._runtime.minibatch,
+                done.met_s - self._ended_s,
+                microbatches,
+                self.counters.since(self._before),
+                compute_s,
+            )
+            self._ended_s, self._before = done.met_s, self.stats()
             self._guard.check_answers()
             for unit in self._units:
                 unit.withdraw()
@@ -281,6 +295,8 @@ class Session:
                 self._runtime.open_sums()  # taken: others may push the next ones, whatever the script does next
         if kind is EndKind.USE and not self._has_warned and self._runtime.topology.rank == 0:
             self._warn_of_unsent([unit.name for unit in without if unit.holds_unsent])
+        for call in tuple(self._observers):
+            call(last)
 
     def _warn_of_unsent(self, names: Sequence[str]) -> None:
         """On one rank, for all of them, and once: what was meant once is meant in each minibatch."""
@@ -301,7 +317,9 @@ class Session:
 
     def _finish_on_all(self, kind: EndKind) -> Sequence[End]:
         """End the minibatch in the shard groups, and then among the replicas; how each rank of them has ended it."""
-        self._runtime.finish(End(kind, self._gradients.notes()))
+        in_odc_s = self.counters.communication_s - self._before.communication_s
+        compute_ns = int((time.monotonic() - self._ended_s - in_odc_s) * 1e9)
+        self._runtime.finish(End(kind, self._gradients.notes()._replace(compute_ns=compute_ns)))
         for replicas in self._replicas:  # all: nobody waits for a late rank once a collective has begun
             replicas.meet()
         return [*self._runtime.ends, *(end for replicas in self._replicas for end in replicas.ends())]
@@ -467,12 +485,20 @@ class Session:
 
     def stats(self) -> Stats:
         """A copy of this rank's counters since patching."""
-        return replace(self.counters)
+        return self.counters.since(Stats())
 
     @property
     def counters(self) -> Stats:
         """The counters themselves, which outlive the session."""
         return self._runtime.stats
+
+    def on_minibatch(self, call: Callable[[MinibatchStats], object]) -> Callable[[], None]:
+        """Call ``call`` at the end of each minibatch, when gradients are final. Returns what ends that.
+
+        What it raises comes out of the clipping or step that has ended the minibatch.
+        """
+        self._observers.append(call)
+        return lambda: self._observers.remove(call)
 
     def memory(self) -> MemoryReport:
         """Where this rank's bytes are, and how many more they are than under plain FSDP."""
@@ -481,9 +507,10 @@ class Session:
         gradients = sum(grad.nbytes for _, grad in resident if grad is not None)
         return MemoryReport(parameters, gradients, **self._runtime.memory())
 
-    def start_timeline(self) -> Timeline:
-        """Record what this rank does from now on. Set ``timeline.minibatch`` in the loop to number the spans."""
-        return self._runtime.start_timeline()
+    def start_timeline(self, timeline: Timeline | None = None) -> Timeline:
+        """Record what this rank does from now on, in ``timeline`` or a new one. Set ``timeline.minibatch`` in the loop
+        to number the spans."""
+        return self._runtime.record_in(timeline or Timeline(self._runtime.topology.rank))
 
     @property
     def transport(self) -> str:

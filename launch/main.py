@@ -13,13 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch import nn
+
 from odc.config import LaunchEnvironment, RuntimeConfig
 from odc.errors import ConfigError, OdcError, UnsupportedError, shorten
+from odc.fsdp_patch import Session
 from odc.fsdp_patch.automatic import AutomaticPatching, Say
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.launch import report
 from odc.launch.dry_run import DryRun
 from odc.launch.entering import starts_ranks
+from odc.launch.observe import Observation
 from odc.launch.script import last_line, leave_last_words, run_module, run_script, without_launcher
 from odc.liveness.faults import FaultInjector
 from odc.transports import registry
@@ -88,6 +92,15 @@ def odc_options() -> argparse.ArgumentParser:
         action="store_true",
         help="with --balance lb-mini: ranks that are through before others take samples from these",
     )
+    group.add_argument(
+        "--timeline",
+        type=os.path.abspath,
+        metavar="FOLDER",
+        help="save there what each rank did in the last minibatches: a picture, and a trace for ui.perfetto.dev",
+    )
+    group.add_argument(
+        "--live", action="store_true", help="show each minibatch on the terminal: which ranks compute, which ones wait"
+    )
     group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds of silence that are an error")
     group.add_argument(
         "--traceback", action="store_true", help="where an error of ODC ends the script, say it with its traceback, too"
@@ -109,6 +122,8 @@ def check_options(options: argparse.Namespace) -> None:
         timeout_s=options.timeout,
     )
     registry.check_name(config.transport)
+    if options.timeline is not None and Path(options.timeline).is_file():
+        raise ConfigError(f"--timeline {options.timeline}: this is a file; expected a folder")
     FaultInjector(config.fault, rank=0)
     if options.balance is None and not options.online:
         needs = {"max_tokens": "--balance and --online", "pool_size": "--online", "late_binding": "--balance lb-mini"}
@@ -182,7 +197,13 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
     )
     undo = _balance(options, say)
     measurements = report.Measurements()
-    patching = AutomaticPatching(patch, say, on_patched=measurements.begin)
+    observation = Observation(launch, options.timeline, options.live, say)
+
+    def on_patched(module: nn.Module, session: Session, computes: bool) -> None:
+        observation.begin(session)
+        measurements.begin(module, session, computes)
+
+    patching = AutomaticPatching(patch, say, on_patched=on_patched)
     process = os.getpid()
     ending: BaseException | None = None
     try:
@@ -196,6 +217,7 @@ def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> No
         return
     for bar in _open_bars():  # as at Python's end: lines of other ranks may follow
         bar.close()
+    observation.close(has_failed=failed)
     is_left = False
     if failed:
         assert ending is not None

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from odc.items.rounds import Round
     from odc.items.routes import Item
     from odc.minibatch.runtime import Runtime
+    from odc.timeline import MinibatchStats, Stats, Timeline
     from odc.units import ParamSlice, UnitSpec
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Item",
     "ItemExchange",
     "ItemStats",
+    "MinibatchStats",
     "MisuseError",
     "OdcError",
     "ParamSlice",
@@ -52,6 +54,8 @@ __all__ = [
     "RuntimeConfig",
     "Session",
     "SetupError",
+    "Stats",
+    "Timeline",
     "UnitSpec",
     "UnsupportedError",
     "__version__",
@@ -68,6 +72,7 @@ _HOMES = {
     "Item": "odc.items.routes",
     "ItemExchange": "odc.items.item_exchange",
     "ItemStats": "odc.items.channel",
+    "MinibatchStats": "odc.timeline",
     "MisuseError": "odc.errors",
     "OdcError": "odc.errors",
     "ParamSlice": "odc.units",
@@ -80,6 +85,8 @@ _HOMES = {
     "RuntimeConfig": "odc.config",
     "Session": "odc.fsdp_patch",
     "SetupError": "odc.errors",
+    "Stats": "odc.timeline",
+    "Timeline": "odc.timeline",
     "UnitSpec": "odc.units",
     "UnsupportedError": "odc.errors",
     "patch_fsdp": "odc.fsdp_patch",

@@ -1,8 +1,9 @@
-"""What one rank has done: counters, and spans on a clock that every rank of a host shares.
+"""What one rank has done: counters, minibatch by minibatch, and spans on a clock that every rank of a host shares.
 
-:class:`Stats` is always kept. A :class:`Timeline` costs one ``None`` check per operation while it is off. Switched on,
-it keeps spans, from which the bubble rate is measured, the per-rank picture is drawn and a Chrome/Perfetto trace is
-written (:mod:`odc.bench.training.trace`, which also says what an event of it has).
+:class:`Stats` is always kept, and :class:`MinibatchStats` made at the end of each minibatch. A :class:`Timeline` costs
+one ``None`` check per operation while it is off. Switched on, it keeps spans, from which the bubble rate is measured,
+the per-rank picture is drawn and a Chrome/Perfetto trace is written (:mod:`odc.bench.training.trace`, which also says
+what an event of it has).
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from odc.errors import OUR_FAULT
 
 @dataclass
 class Stats:
-    """What this rank has done since the runtime was created. Seconds are wall-clock, bytes are payload."""
+    """What this rank has done since the model was patched. Seconds are wall-clock, bytes are payload.
+
+    Example:
+        >>> before = session.stats()
+        >>> loss(model, minibatches[0][0]).backward()
+        >>> session.finish()
+        >>> session.stats().since(before).pushes > 0
+        True
+    """
 
     minibatches: int = 0
     gathers: int = 0
@@ -38,14 +47,86 @@ class Stats:
     waits: int = 0
     wait_s: float = 0.0
     """Blocked until another rank did something; part of the times above."""
+    waited_for_s: dict[int, float] = field(default_factory=dict)
+    """Of ``wait_s``, by the global rank that was awaited last. A wait in a collective is for nobody in particular."""
+
+    def add_wait(self, seconds: float, whom: int | None) -> None:
+        """This rank was blocked so long, in the end for rank ``whom``; None: nobody knows."""
+        self.waits += 1
+        self.wait_s += seconds
+        if whom is not None:
+            self.waited_for_s[whom] = self.waited_for_s.get(whom, 0.0) + seconds
 
     @property
     def communication_s(self) -> float:
         """Wall-clock seconds inside ODC's operations, waiting included."""
         return self.gather_s + self.push_s + self.publish_s + self.finish_s
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def since(self, before: Stats) -> Stats:
+        """What was done after ``before``, which :meth:`since` has returned earlier (of ``Stats()``: a copy)."""
+        done, earlier = asdict(self), asdict(before)
+        waited, known = done.pop("waited_for_s"), earlier.pop("waited_for_s")
+        new = {rank: seconds - known.get(rank, 0.0) for rank, seconds in waited.items()}
+        numbers = {name: number - earlier[name] for name, number in done.items()}
+        return Stats(**numbers, waited_for_s={rank: seconds for rank, seconds in new.items() if seconds > 0})
+
+
+@dataclass(frozen=True)
+class MinibatchStats:
+    """One minibatch, from the end of the one before to its own end, to which all ranks come together.
+
+    Seconds are those of the hosts' clocks. Where a script never waits for its GPU, a rank's compute is what the host
+    takes to ask for it.
+
+    Example:
+        >>> remove = session.on_minibatch(lambda last: print(last.microbatches == len(minibatches[0])))
+        >>> for microbatch in minibatches[0]:
+        ...     loss(model, microbatch).backward()
+        >>> optimizer.step()
+        True
+        >>> remove()
+        >>> sorted(session.last_minibatch.metrics())
+        ['odc/bubble_rate', 'odc/slowest_rank', 'odc/waiting_s']
+    """
+
+    number: int
+    """As errors name it: from 1. Parameters that are published anew between steps count as one, too."""
+    seconds: float
+    """The optimizer step, data loading and evaluations since the last end included."""
+    microbatches: int
+    """Of this rank."""
+    done: Stats
+    """By this rank, in this minibatch."""
+    compute_s: Mapping[int, float]
+    """Seconds outside of ODC's operations, of each rank that trains the model, by global rank."""
+
+    @property
+    def bubble_rate(self) -> float:
+        """The part of all ranks' time in which they did not compute, from 0 to 1: waiting, and ODC's own transfers."""
+        return max(0.0, 1 - sum(self.compute_s.values()) / (len(self.compute_s) * self.seconds))
+
+    @property
+    def slowest_rank(self) -> int:
+        """The global rank that has computed longest, for which the others wait at the end."""
+        return max(self.compute_s, key=self.compute_s.__getitem__)
+
+    def metrics(self) -> dict[str, float]:
+        """For a logger: the bubble rate, the seconds that this rank has waited for others, the slowest rank."""
+        return {
+            "odc/bubble_rate": self.bubble_rate,
+            "odc/waiting_s": self.done.wait_s,
+            "odc/slowest_rank": self.slowest_rank,
+        }
+
+    def __str__(self) -> str:
+        slowest, least_s = self.slowest_rank, min(self.compute_s.values())
+        return (
+            f"minibatch {self.number}: {self.seconds:.2f} s, bubble {100 * self.bubble_rate:.0f} %, rank {slowest} "
+            f"computed longest ({self.compute_s[slowest]:.2f} s, the least {least_s:.2f} s)"
+        )
 
 
 # What a span can be. "wait" spans lie inside the operation that waited; "minibatch" spans enclose all others of
@@ -76,6 +157,13 @@ class Timeline:
     """Spans of one rank, in the order in which they ended.
 
     ``minibatch`` numbers the spans that end from now on; the training loop sets it.
+
+    Example:
+        >>> timeline = session.start_timeline()
+        >>> loss(model, minibatches[0][0]).backward()
+        >>> session.finish()
+        >>> "gather" in {span.kind for span in timeline.spans}
+        True
     """
 
     def __init__(self, rank: int) -> None:

@@ -5,7 +5,7 @@ collator would have given it: :mod:`odc.balance.data.probe`, and the loss beside
 of a row and attention in chunks are refused by configuration, :func:`odc.trainers.checks.check_rows`.)
 
 A trainer may override ``compute_loss``. What it does there is asked in the same way: whether the loss is a sum over
-tokens divided by ``num_items_in_batch``, also of what it adds while ``model.training``, and whether it communicates.
+tokens divided by ``num_items_in_batch``, with what it adds while ``model.training``, and whether it communicates.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from odc.fsdp_patch.fsdp2_extension import num_collectives
 from odc.trainers.batches import Microbatch
 from odc.trainers.checks import refusal
 from odc.trainers.overrides import Overrides
+from odc.trainers.prepared import DataRanks
 
 _NUM_ITEMS = 8.0
 INSTEAD = "Train it without balancing, on padded batches: `odc run` alone does not change its loss"
@@ -109,8 +110,9 @@ def _problem(trainer: Any, model: nn.Module, identity: Identity, further: Sample
         """As the trainer computes it."""
         inputs = trainer._prepare_inputs({k: v for k, v in batch.items() if k != "cu_seqlens"})
         count = torch.tensor(num_items, device=trainer.args.device)
-        for module in (model, trainer.model):
-            module.training = True  # but for the modules in it, so that no dropout draws
+        if type(trainer).compute_loss.__module__.partition(".")[0] not in ("transformers", "trl"):
+            for module in (model, trainer.model):
+                module.training = True  # but for the modules in it, so that no dropout draws
         return float(trainer.compute_loss(model, inputs, num_items_in_batch=count))
 
     samples = ProbeSamples.of(identity, further)
@@ -122,9 +124,11 @@ def _problem(trainer: Any, model: nn.Module, identity: Identity, further: Sample
     row = concatenate(both)
     problem = _loss_problem(identity.name, loss, row, apart, found.tolerance)
     if problem is None and not equal_counts:
-        before = num_collectives()
+        group = DataRanks.of(trainer.accelerator).group if dist.is_initialized() else None
+        others = dist.get_process_group_ranks(group) if dist.is_initialized() else []
+        before = num_collectives(others)
         loss(row, _NUM_ITEMS)
-        if (number := num_collectives() - before) > 0:
+        if (number := num_collectives(others) - before) > 0:
             problem = (
                 f"computing the loss of one microbatch takes {number} collectives of a process group, in which ranks "
                 "with other numbers of microbatches would wait for one another for ever; gather what is logged once a "

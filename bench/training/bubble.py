@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from odc.timeline import Span, Timeline
 
@@ -70,6 +71,31 @@ def segments(timelines: Sequence[Timeline], minibatches: Collection[int], *, col
         for spans, waits in zip(chosen, idle, strict=True)
     )
     return [list(cut(spans, ACTIVITIES)) for spans in together]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the ranks of one run, on one host, have recorded."""
+
+    timelines: Sequence[Timeline]
+    collectives: bool = False
+    """Whether gathers and scatters were collectives."""
+
+    @classmethod
+    def read(cls, folder: Path, *, collectives: bool = False) -> Recording:
+        """What ranks have saved there as ``timeline-rank<number>.json``."""
+        found = [Timeline.load(path) for path in folder.glob("timeline-rank*.json")]
+        return cls(sorted(found, key=lambda timeline: timeline.rank), collectives)
+
+    @property
+    def minibatches(self) -> list[int]:
+        """Those that all ranks have."""
+        of_ranks = [{span.minibatch for span in one.spans if span.kind == "minibatch"} for one in self.timelines]
+        return sorted(set.intersection(*of_ranks)) if of_ranks else []
+
+    def segments(self, minibatches: Collection[int]) -> list[list[Segment]]:
+        """See :func:`segments`."""
+        return segments(self.timelines, minibatches, collectives=self.collectives)
 
 
 def spent_ns(ranks: Sequence[Sequence[Segment]]) -> Counter[str]:

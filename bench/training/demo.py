@@ -79,7 +79,7 @@ def measure(
     )
     run.environment["transformers"] = version("transformers")
 
-    write_trace(out / "trace.json", draw(out, runs))
+    write_trace(out / "trace.json", {name: run.recording for name, run in draw(out, runs).items()})
     run.note(f"{out}: summary.json, losses.png, timeline.png, trace.json (open it at ui.perfetto.dev)")
     return run.keep({"runs": without_the_unseen(summarize(runs))}, out / "summary.json")
 
@@ -92,7 +92,9 @@ def draw(out: Path, runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:
     plot_losses(out / "losses.png", {name: each.losses for name, each in drawn.items() if name != "compute-alone"})
     first = next(iter(drawn.values()))
     middle = (first.num_untimed + len(first.losses)) // 2  # of the timed part
-    plot_timelines(out / "timeline.png", {name: each.segments([middle]) for name, each in drawn.items()}, middle + 1)
+    plot_timelines(
+        out / "timeline.png", {name: each.segments([middle]) for name, each in drawn.items()}, f"Minibatch {middle + 1}"
+    )
     return drawn
 
 

@@ -336,7 +336,7 @@ def measure(
     if picture is not None:
         from odc.bench.training.plots import plot_timelines  # only here: matplotlib is an extra
 
-        plot_timelines(picture, drawn, minibatches)
+        plot_timelines(picture, drawn, f"{minibatches} minibatches")
     if timelines is not None:
         timelines.write_text(json.dumps(spans))
     return {"forward_share": FORWARD_SHARE, "runs": rows}

@@ -58,14 +58,14 @@ def _axes_of_losses(over: str, title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def plot_timelines(path: Path, runs: Mapping[str, Sequence[Sequence[Segment]]], minibatch: int) -> None:
+def plot_timelines(path: Path, runs: Mapping[str, Sequence[Sequence[Segment]]], title: str) -> None:
     """One bar per rank and configuration, all on one time scale, each run's minibatch starting at 0."""
     figure = Figure(figsize=(11, 1.2 + 1.4 * len(runs)), layout="constrained")
     _draw_bars(figure, runs, lambda segment: _COLOURS[segment.activity])
     there = {segment.activity for ranks in runs.values() for rank in ranks for segment in rank}
     names = {} if "move" in there else _NAMES
     handles = [Patch(color=colour, label=names.get(a, a)) for a, colour in _COLOURS.items() if a in there]
-    _finish(figure, path, handles, len(handles), minibatch)
+    _finish(figure, path, handles, len(handles), title)
 
 
 _PHASE_COLOURS = {
@@ -87,7 +87,7 @@ def plot_phases(path: Path, runs: Mapping[str, Sequence[Sequence[Segment]]], min
     figure = Figure(figsize=(11, 1.2 + (0.8 + 0.3 * num_ranks) * len(runs)), layout="constrained")
     _draw_bars(figure, runs, lambda segment: _PHASE_COLOURS[_kind(segment.activity)])
     handles = [Patch(color=colour, label=_PHASE_NAMES.get(name, name)) for name, colour in _PHASE_COLOURS.items()]
-    _finish(figure, path, handles, 4, minibatch)
+    _finish(figure, path, handles, 4, f"Minibatch {minibatch}")
 
 
 def _kind(name: str) -> str:
@@ -116,7 +116,7 @@ def _draw_bars(
     rows[-1].set_xlabel("seconds")
 
 
-def _finish(figure: Figure, path: Path, handles: list[Patch], num_columns: int, minibatch: int) -> None:
+def _finish(figure: Figure, path: Path, handles: list[Patch], num_columns: int, title: str) -> None:
     figure.legend(handles=handles, loc="outside upper right", ncols=num_columns, frameon=False)
-    figure.suptitle(f"Minibatch {minibatch}", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.savefig(path, dpi=150)

@@ -15,8 +15,7 @@ from pathlib import Path
 from odc.bench.harness.benchmark import Run as Bench
 from odc.bench.harness.ranks import BenchError, NotRunError
 from odc.bench.harness.warm_launch import WarmLauncher, output_of
-from odc.bench.training.bubble import Segment, segments, shares
-from odc.timeline import Timeline
+from odc.bench.training.bubble import Recording, Segment, shares
 
 RUN_LIMIT_S = 900.0  # for one training run; a run of the demo takes less than half a minute
 _GRACE_S = 40.0  # torchrun gives its ranks 30 seconds to end before it kills them
@@ -85,13 +84,17 @@ class Run:
     def segments(self, minibatches: Sequence[int] | None = None) -> list[list[Segment]]:
         """Each rank's time cut into activities; by default of all timed minibatches."""
         chosen = range(self.num_untimed, len(self.losses)) if minibatches is None else minibatches
-        return segments(read_timelines(self.folder), chosen, collectives=self.collectives)
+        return self.recording.segments(chosen)
+
+    @property
+    def recording(self) -> Recording:
+        return Recording.read(self.folder, collectives=self.collectives)
 
     def phases(self, minibatch: int) -> list[list[Segment]]:
         """Each rank's time in one minibatch: its "phase" spans by label, "" in none; "wait" is drawn over them where
         it waits for another rank."""
         found = []
-        for timeline, cut in zip(read_timelines(self.folder), self.segments([minibatch]), strict=True):
+        for timeline, cut in zip(self.recording.timelines, self.segments([minibatch]), strict=True):
             spans = [s for s in timeline.spans if s.minibatch == minibatch and s.kind in ("minibatch", "phase")]
             # What encloses is drawn first.
             spans.sort(key=lambda span: (span.kind != "minibatch", span.start_ns - span.end_ns))
@@ -234,7 +237,7 @@ def read_run(folder: Path, *, collectives: bool) -> Run:
     """What a run wrote into its folder."""
     result = json.loads((folder / "result.json").read_text())
     timed = range(result["untimed"], len(result["losses"]))
-    spent = shares(segments(read_timelines(folder), timed, collectives=collectives))
+    spent = shares(Recording.read(folder, collectives=collectives).segments(timed))
     return Run(
         samples_per_s=result["samples"] / result["seconds"],
         tokens_per_s=result["tokens"] / result["seconds"],
@@ -248,12 +251,6 @@ def read_run(folder: Path, *, collectives: bool) -> Run:
         minibatch_samples=tuple(result["minibatch_samples"]),
         minibatch_tokens=tuple(result["minibatch_tokens"]),
     )
-
-
-def read_timelines(folder: Path) -> list[Timeline]:
-    """The timelines of all ranks of a run, in the order of their ranks."""
-    timelines = [Timeline.load(path) for path in folder.glob("timeline-rank*.json")]
-    return sorted(timelines, key=lambda timeline: timeline.rank)
 
 
 def _last_lines(path: Path) -> str:

@@ -24,15 +24,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from odc.bench.training.bubble import Segment
-from odc.bench.training.runs import Run, read_timelines
+from odc.bench.training.bubble import Recording, Segment
 from odc.timeline import Span
 
 _OF_UNITS = ("gather", "scatter", "publish")
 _NAMED = ("minibatch", "phase")  # by their labels
 
 
-def write_trace(path: Path, runs: Mapping[str, Run]) -> None:
+def write_trace(path: Path, runs: Mapping[str, Recording]) -> None:
     """Open the file at ui.perfetto.dev or in chrome://tracing. Every run starts at time 0."""
     events: list[dict[str, Any]] = []
     for number, (name, run) in enumerate(runs.items(), 1):
@@ -41,16 +40,16 @@ def write_trace(path: Path, runs: Mapping[str, Run]) -> None:
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _run_events(process: int, run: Run) -> list[dict[str, Any]]:
-    timelines = read_timelines(run.folder)
+def _run_events(process: int, run: Recording) -> list[dict[str, Any]]:
+    timelines, numbers = run.timelines, run.minibatches
     start_ns = min(span.start_ns for timeline in timelines for span in timeline.spans)
-    cut = [run.segments([number]) for number in range(len(run.losses))]
+    cut = [run.segments([number]) for number in numbers]
     events: list[dict[str, Any]] = []
     for timeline, *minibatches in zip(timelines, *cut, strict=True):
         events.append(_name("thread_name", process, timeline.rank, f"rank {timeline.rank}"))
         phases = [span for span in timeline.spans if span.kind == "phase"]
         spans = list(timeline.spans)
-        for number, segments in enumerate(minibatches):
+        for number, segments in zip(numbers, minibatches, strict=True):
             mine = [span for span in phases if span.minibatch == number]
             spans += _compute(segments, mine, number)
             if run.collectives:  # they record no waits

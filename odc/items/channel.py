@@ -66,6 +66,10 @@ class ItemStats:
     wait_s: float = 0.0
     """Blocked until another rank did something; part of the times above, but for waits in begin."""
 
+    def add_wait(self, seconds: float, whom: int | None) -> None:
+        self.waits += 1
+        self.wait_s += seconds
+
     def as_dict(self) -> dict[str, float | list[int] | list[float]]:
         return asdict(self)
 

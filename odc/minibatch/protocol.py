@@ -40,7 +40,7 @@ _KIND_TEXTS = {
 }
 
 
-NUM_NOTES = 4
+NUM_NOTES = 5
 """Numbers that the caller sends along with the end of a minibatch."""
 
 

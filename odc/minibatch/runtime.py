@@ -516,10 +516,6 @@ class Runtime(RankContext):
     def transport_name(self) -> str:
         return " and ".join(dict.fromkeys(one._transport.name for one in self.meshes))
 
-    def start_timeline(self) -> Timeline:
-        """Record spans from now on."""
-        return self.record_in(Timeline(self.topology.rank))
-
     @property
     def timeline(self) -> Timeline | None:
         """Where spans are recorded, if they are."""

@@ -79,8 +79,7 @@ class Failure:
 class WaitStats(Protocol):
     """What a wait is added to."""
 
-    waits: int
-    wait_s: float
+    def add_wait(self, seconds: float, whom: int | None) -> None: ...
 
 
 class Waiter:
@@ -275,8 +274,7 @@ class Waiter:
 
     def _account(self, what: Callable[[], str], started_ns: int, whom: int | None = None) -> None:
         ended_ns = time.monotonic_ns()
-        self._stats.waits += 1
-        self._stats.wait_s += (ended_ns - started_ns) * 1e-9
+        self._stats.add_wait((ended_ns - started_ns) * 1e-9, whom)
         if self.timeline is not None:
             peer = {} if whom is None else {"peer": whom}
             self.timeline.record("wait", what(), started_ns, ended_ns, **peer)

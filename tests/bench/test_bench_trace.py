@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from odc.bench.training.runs import Run
+from odc.bench.training.bubble import Recording
 from odc.bench.training.trace import write_trace
 from odc.timeline import Span, Timeline
 
@@ -30,8 +30,7 @@ def spans(timeline: Timeline, late_ms: int, *, collectives: bool) -> Timeline:
 def events(folder: Path, *, collectives: bool) -> list[dict[str, Any]]:
     for rank in range(2):
         spans(Timeline(rank), 2 + 4 * rank, collectives=collectives).save(folder / f"timeline-rank{rank}.json")
-    run = Run(1.0, 1.0, 1.0, [1.0], [0.5], {}, folder, 0, collectives)
-    write_trace(folder / "trace.json", {"a way": run})
+    write_trace(folder / "trace.json", {"a way": Recording.read(folder, collectives=collectives)})
     return json.loads((folder / "trace.json").read_text())["traceEvents"]
 
 

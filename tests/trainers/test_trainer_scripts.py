@@ -89,6 +89,8 @@ def test_odc_run_does_not_change_a_scripts_losses(
     text = warm(options_of(script, "--fsdp-version", version), tmp_path, with_odc=True)
     assert losses_in(tmp_path) == pytest.approx(plain(script), rel=1e-5)
     assert re.search(rf"odc: patched \w+ForCausalLM \(FSDP{version}\): \d units over 2 ranks", text)
+    columns = ("odc/bubble_rate", "odc/waiting_s", "odc/slowest_rank")
+    assert all(text.count(f"'{name}': ") == STEPS * (script != "accelerate_sft") for name in columns)
 
 
 BALANCED = ["--balance", "lb-mini", "--max-tokens", "400"]

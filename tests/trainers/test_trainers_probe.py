@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from process_ranks import run_ranks
 from tiny_trainers import hf_trainer, losses, model, other_model, pad, sft_trainer
 from transformers import Trainer, set_seed
 
@@ -228,14 +229,13 @@ def test_an_overridden_loss_is_asked_how_it_adds_up(tmp_path: Path, cls: type[Tr
     assert runs[1] == pytest.approx(runs[0], rel=1e-4)
 
 
+def gather_losses(rank: int, world_size: int, folder: str) -> None:
+    with pytest.raises(UnsupportedError, match="the loss of one microbatch takes 1 collectives of a process group"):
+        probe(hf_trainer(Path(folder, str(rank)), cls=Gathering))
+
+
 def test_a_loss_in_which_ranks_meet_is_refused(tmp_path: Path) -> None:
-    trainer = hf_trainer(tmp_path, cls=Gathering)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(UnsupportedError, match="the loss of one microbatch takes 1 collectives of a process group"):
-            probe(trainer)
-    finally:
-        dist.destroy_process_group()
+    run_ranks(2, gather_losses, str(tmp_path))
 
 
 def test_the_probe_has_the_columns_of_the_collator_and_ordinary_tokens(tmp_path: Path) -> None:
