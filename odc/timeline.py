@@ -67,10 +67,9 @@ class Stats:
 
     def since(self, before: Stats) -> Stats:
         """What was done after ``before``, which :meth:`since` has returned earlier (of ``Stats()``: a copy)."""
-        done, earlier = asdict(self), asdict(before)
-        waited, known = done.pop("waited_for_s"), earlier.pop("waited_for_s")
-        new = {rank: seconds - known.get(rank, 0.0) for rank, seconds in waited.items()}
-        numbers = {name: number - earlier[name] for name, number in done.items()}
+        known = before.waited_for_s
+        new = {rank: seconds - known.get(rank, 0.0) for rank, seconds in dict(self.waited_for_s).items()}
+        numbers = {name: now - getattr(before, name) for name, now in vars(self).items() if name != "waited_for_s"}
         return Stats(**numbers, waited_for_s={rank: seconds for rank, seconds in new.items() if seconds > 0})
 
 

@@ -14,7 +14,7 @@ from odc.trainers.batches import BalancedBatches, Bundle, Microbatch
 from odc.trainers.checks import check_rows
 from odc.trainers.options import BalanceOptions
 from odc.trainers.packing import PackedDataset, check_batches, collate_sample, random_states_kept
-from odc.trainers.prepared import check_loader, same_on_all_ranks
+from odc.trainers.prepared import DealtOut, check_loader, same_on_all_ranks
 
 # How many tokens each sample of a dataset has
 
@@ -113,6 +113,7 @@ _SAME = (
     "in_order",
 )
 """Options of a torch loader that stay what they are."""
+_SAME_OF_ACCELERATE = ("device", "rng_types", "synchronized_generator", "_drop_last", "_non_blocking")
 
 
 def balanced_loader(
@@ -145,7 +146,7 @@ def balanced_loader(
     if isinstance(given, BatchSamplerShard):
         inner, even, split = given.batch_sampler, given.even_batches, given.split_batches
     else:
-        inner, even, split = given, False, False  # one rank gets the batches as they are
+        inner, even, split = DealtOut(given) if DealtOut.is_of(loader) else given, False, False
 
     def shard_of(batches: Any, of_rank: int) -> Any:
         return BatchSamplerShard(batches, world_size, of_rank, split_batches=split, even_batches=even)
@@ -173,14 +174,10 @@ def balanced_loader(
         dataset,
         batch_sampler=batches,
         collate_fn=_as_it_is,
-        device=loader.device,
-        rng_types=loader.rng_types,
-        synchronized_generator=loader.synchronized_generator,
-        _drop_last=loader._drop_last,
-        _non_blocking=loader._non_blocking,
         **{name: getattr(loader, name) for name in _SAME},
+        **{name: vars(loader)[name] for name in _SAME_OF_ACCELERATE if name in vars(loader)},
     )
-    made.iteration = loader.iteration
+    made.iteration = getattr(loader, "iteration", 0)
     return made
 
 

@@ -3,6 +3,7 @@ which are this rank's."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import sys
@@ -72,6 +73,40 @@ class DataRanks(NamedTuple):
         return cls(mine.get_local_rank(), mine.size(), mine.get_group())
 
 
+class DealtOut:
+    """The batches of all ranks, rank after rank, of a batch sampler that knows its rank and gives it its own ones.
+
+    That is ms-swift's, in a loader that accelerate has not prepared. accelerate's samplers have all batches, and are
+    wrapped in what deals them out.
+    """
+
+    @staticmethod
+    def is_of(loader: Any) -> bool:
+        """Whether the loader has such a sampler."""
+        kind = type(loader.batch_sampler)
+        return all(isinstance(getattr(kind, name, None), property) for name in ("rank", "world_size"))
+
+    def __init__(self, of_rank: Any) -> None:
+        self._of_rank = of_rank
+        self.batch_size: int = of_rank.batch_size
+        self.drop_last: bool = of_rank.drop_last
+
+    def __len__(self) -> int:
+        return len(self._of_rank) * int(self._of_rank.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._of_rank.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        kind = type(self._of_rank)
+        samplers = []
+        for rank in range(self._of_rank.world_size):
+            samplers.append(copy.copy(self._of_rank))
+            samplers[-1].__class__ = type(kind.__name__, (kind,), {"rank": rank})
+        for batches in zip(*samplers, strict=True):  # it gives all ranks as many
+            yield from batches
+
+
 def check_loader(loader: Any, world_size: int) -> None:
     """Refuse what is no loader that accelerate has made, and deals out to this many ranks.
 
@@ -80,6 +115,8 @@ def check_loader(loader: Any, world_size: int) -> None:
     """
     from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 
+    if DealtOut.is_of(loader):
+        return
     is_iterable = isinstance(loader.dataset, IterableDataset)
     known = isinstance(loader, DataLoaderShard) or (is_iterable and isinstance(loader, DataLoaderDispatcher))
     if not known or getattr(loader, "use_stateful_dataloader", False):

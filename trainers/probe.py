@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.balance.data import probe
-from odc.balance.data.collate import concatenate
+from odc.balance.data.collate import IGNORED, concatenate
 from odc.balance.data.probe import Identity, Probe, ProbeSamples, Sample
 from odc.errors import OdcError
 from odc.fsdp_patch.fsdp2_extension import num_collectives
@@ -95,11 +95,14 @@ def refuse_packing(trainer: Any, identity: Identity, problem_of: Callable[[], st
 
 
 def _problem(trainer: Any, model: nn.Module, identity: Identity, further: Sample, equal_counts: bool) -> str | None:
+    from transformers import Trainer
+
     options = {"use_cache": False} if _is_trls(trainer) else {}
 
     def forward(batch: Microbatch) -> Any:
         inputs = {k: v for k, v in batch.items() if k not in ("labels", "cu_seqlens")}
-        return model(**trainer._prepare_inputs(inputs), **options)
+        # Not the trainer's own way, which may look for labels.
+        return model(**Trainer._prepare_inputs(trainer, inputs), **options)
 
     def alone(sample: Sample) -> Microbatch:
         """What the user's collator gives for the sample: with a mask, without positions."""
@@ -122,7 +125,12 @@ def _problem(trainer: Any, model: nn.Module, identity: Identity, further: Sample
     both = [{**one, "labels": one["labels"] % found.num_classes} for one in (samples.first, samples.second)]
     apart = [alone(one) for one in both]
     row = concatenate(both)
-    problem = _loss_problem(identity.name, loss, row, apart, found.tolerance)
+    try:
+        problem = _loss_problem(identity.name, loss, row, apart, found.tolerance)
+    except (ValueError, RuntimeError):  # ms-swift's raises where a sample's first token has a label, so it has none
+        for batch in apart:
+            batch["labels"][:, 0] = IGNORED
+        problem = _loss_problem(identity.name, loss, row, apart, found.tolerance)
     if problem is None and not equal_counts:
         group = DataRanks.of(trainer.accelerator).group if dist.is_initialized() else None
         others = dist.get_process_group_ranks(group) if dist.is_initialized() else []

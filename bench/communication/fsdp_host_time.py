@@ -28,7 +28,7 @@ and added: in place these travel together.
 
 Differences are taken within a repetition, some rounds of all kinds, so that a machine that is slower for a while is so
 for all; shown are the medians over repetitions and ranks, with the 20th and 80th percentile. What a minibatch costs
-once (the end, publishing) is in ``odc bench host-time``. Not covered: GPUs.
+once (its end, publishing) and GPUs are not covered.
 """
 
 from __future__ import annotations

@@ -297,6 +297,45 @@ def test_a_balanced_loader_has_the_length_workers_and_epochs_of_the_loader() -> 
     assert len(accelerate.data_loader.skip_first_batches(ours, 4)) == 6
 
 
+class OwnShards:
+    """A batch sampler that gives its rank's batches, as ms-swift's does."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size, self.drop_last, self.epoch = batch_size, False, 0
+
+    @property
+    def rank(self) -> int:
+        return 1
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        drawn = torch.randperm(18, generator=torch.Generator().manual_seed(self.epoch))
+        return iter(drawn[self.rank :: self.world_size].split(self.batch_size))
+
+
+def test_batches_of_a_sampler_that_knows_its_rank_are_those_of_all_ranks() -> None:
+    loader = DataLoader(samples(18), batch_sampler=OwnShards(2), collate_fn=pad)
+    balanced = {"world_size": 2, "accumulation_steps": 2}
+    ranks = [balanced_loader(loader, BalanceOptions(), rank=rank, **balanced) for rank in (0, 1)]
+    for epoch in range(2):
+        for ours in ranks:
+            ours.set_epoch(epoch)
+        drawn = torch.randperm(18, generator=torch.Generator().manual_seed(epoch)).tolist()
+        steps = list(zip(*([part.samples.tolist() for part in ours.batch_sampler] for ours in ranks), strict=True))
+        assert len(steps) == len(ranks[0]) == 5
+        assert all(mine == theirs for mine, theirs in steps)
+        assert [sorted(steps[part][0]) for part in (0, 2, 4)] == [sorted(drawn[a : a + 8]) for a in (0, 8, 16)]
+
+
 def test_loaders_that_cannot_be_balanced_are_refused_by_name() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
