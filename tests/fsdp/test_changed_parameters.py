@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,27 +16,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from training import DEVICE, build, loss_of, shard, tokens, use_up, wrap
+from training import DEVICE, build, evaluated, loss_of, read_at_once, shard, sharded_by, tokens, use_up, wrap
 
 import odc
 from odc.fsdp_patch.guard import SAMPLE_BYTES, SAMPLE_PLACES, DeviceComparison
 
 
-def evaluated(model: nn.Module) -> float:
-    with torch.no_grad():
-        loss = loss_of(model, tokens(9, 0, 0)).item()
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            if module._handle is not None:
-                module._handle.reshard(True)  # else the root is not gathered again
-        elif hasattr(module, "reshard"):
-            module.reshard()
-    return loss
-
-
 def few_elements(model: Any, rank: int) -> None:
     """Nothing that torch counts, and too few for a sample: at the latest the next minibatch sees them."""
-    evaluated(model)
+    evaluated(model, reshards=True)
     for parameter in model.parameters():
         local = parameter.data._local_tensor if isinstance(parameter, DTensor) else parameter.data
         if local.nbytes > 2 * SAMPLE_PLACES * SAMPLE_BYTES:
@@ -49,43 +38,28 @@ def smallest_of(model: nn.Module) -> nn.Parameter:
     return min((p for p in model.parameters() if p.numel()), key=lambda parameter: parameter.numel())
 
 
-def one_between_microbatches(model: Any, rank: int) -> None:
+def one_between_microbatches(model: Any, rank: int, through_data: bool = False) -> None:
     """Which the next gather need not look at: its gradient is not sent."""
     loss_of(model, tokens(0, rank, 0)).backward()
+    parameter = smallest_of(model)
     with torch.no_grad():
-        smallest_of(model).add_(1.0)
+        (parameter.data if through_data else parameter).add_(1.0)
     loss_of(model, tokens(0, rank, 1)).backward()
 
 
-def one_through_data_between_microbatches(model: Any, rank: int) -> None:
-    loss_of(model, tokens(0, rank, 0)).backward()
-    smallest_of(model).data.add_(1.0)
-    loss_of(model, tokens(0, rank, 1)).backward()
-
-
-def read_at_once(flag: torch.Tensor) -> Callable[[], bool]:
-    found = bool(flag)
-    return lambda: found
-
-
-def sharded(kind: str, world_size: int, frozen: bool) -> Any:
+def sharded(kind: str, world_size: int) -> Any:
     net = build(num_blocks=2, width=65)  # most parameters are larger than a sample
-    net.requires_grad_(not frozen)
-    return shard(net, world_size) if kind == "fsdp2" else wrap(net, use_orig_params=True)
+    return sharded_by(kind, net, world_size)
 
 
 def changed_through_data(rank: int, world_size: int, kind: str, change: Callable[[Any, int], None]) -> None:
-    model = sharded(kind, world_size, frozen=False)
+    model = sharded(kind, world_size)
     session = odc.patch_fsdp(model, timeout_s=20)
     change(model, rank)
     session.close()
 
 
-CHANGES = [
-    few_elements,
-    one_between_microbatches,
-    one_through_data_between_microbatches,
-]
+CHANGES = [few_elements, one_between_microbatches, functools.partial(one_between_microbatches, through_data=True)]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -127,7 +101,7 @@ def name_of_changed(
     session = odc.patch_fsdp(model, timeout_s=20)
     if on_device:
         session._guard._comparison = DeviceComparison(read_at_once)
-    evaluated(model)
+    evaluated(model, reshards=True)
     change(model)
     try:
         for index in range(len(session._units)):
@@ -210,7 +184,7 @@ def test_what_is_changed_between_a_forward_and_a_backward_that_pushes_nothing_of
 
 def decayed_before_the_step(rank: int, world_size: int, kind: str) -> None:
     """All microbatches have been sent by then, so nobody computes with it."""
-    model = sharded(kind, world_size, frozen=False)
+    model = sharded(kind, world_size)
     session = odc.patch_fsdp(model, timeout_s=20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):

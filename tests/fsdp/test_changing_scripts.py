@@ -13,12 +13,11 @@ import os
 from collections.abc import Sequence
 
 import pytest
-import torch
 from fsdp_scripts import changing
 from fsdp_scripts.run import Run, differences
 from process_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from training import BOTH, TOLERANCE
+from training import BOTH, TOLERANCE, read_at_once
 
 from odc.fsdp_patch import guard
 
@@ -29,11 +28,6 @@ OF_HOSTS = (
     *("sharded teacher, in place", "averages swapped in, data of the shard", "clamped on one rank", "stepped by hand"),
     *("schedule-free optimizer", "outer steps"),
 )
-
-
-def read_at_once(flag: torch.Tensor) -> guard.Verdict:
-    is_set = bool(flag)
-    return lambda: is_set
 
 
 def find_differences(

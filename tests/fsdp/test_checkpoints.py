@@ -38,8 +38,17 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from torch.nn.utils import clip_grad_norm_
-from training import build, full_parameters, full_parameters_of_fsdp1, loss_of, optimizer_of, shard, tokens, wrap
+from training import (
+    build,
+    clip,
+    communicating,
+    full_parameters,
+    loss_of,
+    optimizer_of,
+    sharded_by,
+    tokens,
+    use_up,
+)
 
 import odc
 
@@ -67,17 +76,12 @@ class Training:
         (loss_of(self.model, tokens(step, self.rank, microbatch)) * 0.02).backward()
 
     def update(self) -> None:
-        if isinstance(self.model, FullyShardedDataParallel):
-            self.model.clip_grad_norm_(0.5)
-        else:
-            clip_grad_norm_(self.model.parameters(), 0.5)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        clip(self.model)
+        use_up(self.optimizer)
 
     def numbers(self) -> dict[str, torch.Tensor]:
         """Parameters and optimizer state. Collective."""
-        of_fsdp1 = isinstance(self.model, FullyShardedDataParallel)
-        found = (full_parameters_of_fsdp1 if of_fsdp1 else full_parameters)(self.model)
+        found = full_parameters(self.model)
         for index, parameter in enumerate(self.model.parameters()):
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 found[f"{key} {index}"] = value.to_local() if hasattr(value, "to_local") else value
@@ -92,10 +96,7 @@ def begin(kind: str, rank: int, world_size: int, seed: int = 0, of_dtensors: boo
         torch.manual_seed(seed)
         for parameter in model.parameters():
             nn.init.normal_(parameter)
-    if kind == "fsdp2":
-        model = shard(model, world_size)
-    else:
-        model = wrap(model, use_orig_params=kind == "fsdp1-orig", **options)
+    model = sharded_by(kind, model, world_size, **options)
     return Training(model, optimizer_of(model), rank, kind)
 
 
@@ -317,6 +318,12 @@ def crossing(rank: int, world_size: int, kind: str, name: str, products: bool, f
                 session.close()
 
 
+def crossing_staged(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """The same through FSDP2's flat buffers."""
+    with communicating("staged"):
+        crossing(rank, world_size, kind, "sharded", False, folder)
+
+
 # What else may happen around a checkpoint, with every format that is collective and one that is not
 
 
@@ -448,7 +455,8 @@ def assigned_within_a_minibatch(rank: int, world_size: int, kind: str, folder: s
 
 
 SCENARIOS: list[Callable[[int, int, str, str], None]] = [
-    *(uneven, before_the_first_step, going_back, one_rank_ahead, inside_a_minibatch, assigned_within_a_minibatch)
+    *(uneven, before_the_first_step, going_back, one_rank_ahead, inside_a_minibatch, assigned_within_a_minibatch),
+    crossing_staged,
 ]
 
 

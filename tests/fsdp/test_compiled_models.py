@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp_scripts.run import full
 from process_ranks import run_ranks
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from training import Net, build, loss_of, optimizer_of, tokens, use_up, wrap
+from torch.distributed.fsdp import fully_shard
+from training import Net, build, clip, loss_of, optimizer_of, sharded_by, tokens, use_up, wrap
 
 import odc
 from odc.fsdp_patch.automatic import AutomaticPatching
@@ -25,24 +25,16 @@ MICROBATCHES = 2
 compiled = functools.partial(torch.compile, backend="eager")  # traced as for any backend, and quick
 
 
-def shard(model: Net, kind: str) -> Any:
-    if kind != "fsdp2":
-        return wrap(model, use_orig_params=kind == "fsdp1-orig")
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
 def as_it_is(model: Net, kind: str) -> Any:
-    return shard(model, kind)
+    return sharded_by(kind, model, 2)
 
 
 def around_fsdp(model: Net, kind: str) -> Any:
-    return compiled(shard(model, kind))
+    return compiled(as_it_is(model, kind))
 
 
 def in_place(model: Net, kind: str) -> Any:
-    sharded = shard(model, kind)
+    sharded = as_it_is(model, kind)
     sharded.compile(backend="eager")
     return sharded
 
@@ -58,7 +50,7 @@ def inside_fsdp(model: Net, kind: str) -> Any:
 def blocks(model: Net, kind: str) -> Any:
     for block in model.blocks:
         block.compile(backend="eager")
-    return shard(model, kind)
+    return as_it_is(model, kind)
 
 
 Make = Callable[[Net, str], Any]
@@ -86,7 +78,8 @@ def train(rank: int, make: Make, kind: str, mode: str, idle: bool = False) -> li
             loss = loss_of(model, microbatch)
             (loss * 0.02).backward()
             found.append(loss.item())
-        found.append(float(clip(root, 0.5)))
+        norm: Any = clip(root)
+        found.append(float(full(norm)))
         use_up(optimizer)
 
     try:
@@ -105,13 +98,6 @@ def train(rank: int, make: Make, kind: str, mode: str, idle: bool = False) -> li
         if patching:
             patching.close()
     return found
-
-
-def clip(root: nn.Module, largest: float) -> torch.Tensor:
-    if isinstance(root, FullyShardedDataParallel):
-        return root.clip_grad_norm_(largest)
-    norm = nn.utils.clip_grad_norm_(root.parameters(), largest)
-    return norm.full_tensor()  # type: ignore[attr-defined]
 
 
 def differences(rank: int, world_size: int, kind: str, modes: Sequence[Sequence[str]]) -> dict[str, float]:

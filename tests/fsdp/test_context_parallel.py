@@ -13,6 +13,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -198,11 +199,9 @@ CASES = {
 def run(rank: int, way: str, counts: Sequence[int], steps: int, dtype: torch.dtype, use_odc: bool = True) -> Any:
     size = WORLD_SIZE // len(counts)
     model, group = sharded(way, dtype, (len(counts), size)), rank // size
-    session = odc.patch_fsdp(model) if use_odc else None
-    found = train(model, way, counts, [group], steps, True)
-    if session is not None:
-        assert (session.stats().pushes > 0) == (counts[group] > 0)
-        session.close()
+    with odc.patch_fsdp(model) if use_odc else nullcontext() as session:
+        found = train(model, way, counts, [group], steps, True)
+        assert session is None or (session.stats().pushes > 0) == (counts[group] > 0)
     return {**{name: norm.numpy() for name, norm in found.items()}, **full_parameters(model)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,34 +13,27 @@ from process_ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from training import build, largest_difference, loss_of, optimizer_of, shard, tokens, use_up
+from training import build, evaluated, largest_difference, loss_of, optimizer_of, shard, tokens, use_up
 
 import odc
 
 CLIPS: dict[str, Callable[..., Any]] = {"norm": clip_grad_norm_, "value": clip_grad_value_}
 
 
-def evaluate(model: nn.Module) -> None:
-    with torch.no_grad():
-        loss_of(model, tokens(99, 0, 0))
-
-
 def train(rank: int, world_size: int, evaluates: Callable[[int], str], clip: str, patched: bool = True) -> Any:
     """``evaluates``: where a rank does, "inside" the minibatch or "behind" the step."""
     model = shard(build(), world_size)
-    session = odc.patch_fsdp(model) if patched else None
-    optimizer = optimizer_of(model)
-    for step in range(4):
-        loss_of(model, tokens(step, rank, 0)).backward()
-        if evaluates(rank) == "inside":
-            evaluate(model)
-        CLIPS[clip](model.parameters(), 0.3)
-        optimizer.step()
-        if evaluates(rank) == "behind":
-            evaluate(model)
-        model.zero_grad()
-    if session is not None:
-        session.close()
+    with odc.patch_fsdp(model) if patched else nullcontext():
+        optimizer = optimizer_of(model)
+        for step in range(4):
+            loss_of(model, tokens(step, rank, 0)).backward()
+            if evaluates(rank) == "inside":
+                evaluated(model)
+            CLIPS[clip](model.parameters(), 0.3)
+            optimizer.step()
+            if evaluates(rank) == "behind":
+                evaluated(model)
+            model.zero_grad()
     sharded: list[Any] = optimizer.param_groups[0]["params"]  # plain FSDP2 has left full ones in the model
     return {str(i): p.full_tensor().detach() for i, p in enumerate(sharded)}
 
@@ -72,19 +66,17 @@ def test_the_evaluations_of_all_ranks_change_nothing(where: str) -> None:
 def clearing_another_model(rank: int, world_size: int, patched: bool = True) -> Any:
     """Gradients are used by hand, all ranks evaluate behind the step, and rank 0 clears a model of its own then."""
     model, other = shard(build(num_blocks=1), world_size), nn.Linear(2, 2)
-    session = odc.patch_fsdp(model) if patched else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    parameters = list(model.parameters())
-    for step in range(4):
-        loss_of(model, tokens(step, rank, 0)).backward()
-        for parameter in parameters:
-            parameter.grad.mul_(0.25)
-        optimizer.step()
-        evaluate(model)
-        if rank == 0:
-            other.zero_grad()
-    if session is not None:
-        session.close()
+    with odc.patch_fsdp(model) if patched else nullcontext():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        parameters = list(model.parameters())
+        for step in range(4):
+            loss_of(model, tokens(step, rank, 0)).backward()
+            for parameter in parameters:
+                parameter.grad.mul_(0.25)
+            optimizer.step()
+            evaluated(model)
+            if rank == 0:
+                other.zero_grad()
     return {str(i): p.full_tensor().detach() for i, p in enumerate(parameters)}  # type: ignore[attr-defined]
 
 
@@ -103,7 +95,7 @@ def before_the_step(model: nn.Module, ranks: list[int]) -> dict[str, torch.Tenso
     for step in range(3):
         for rank in ranks:
             (loss_of(model, tokens(step, rank, 0)) * (0.02 / len(ranks))).backward()
-        evaluate(model)
+        evaluated(model)
         use_up(optimizer)
     if isinstance(model, FSDPModule):
         model.reshard()

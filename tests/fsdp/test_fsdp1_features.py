@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from process_ranks import run_ranks, start_ranks
+import training
+from process_ranks import assert_all_say, run_ranks, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -163,16 +164,17 @@ def two_roots(rank: int, use_odc: bool, use_orig_params: bool) -> dict[str, Any]
 def ignored(rank: int, use_odc: bool, use_orig_params: bool) -> dict[str, Any]:
     """A module that FSDP leaves alone: its gradients stay this rank's own, under ODC as without."""
     model = build()
-    model = wrap(model, use_orig_params=use_orig_params, ignored_states=[model.head.weight, model.head.bias])
-    patched(model, use_odc)
-    train(model, optimizer_of(model), range(3), rank)
-    return full_parameters_of_fsdp1(model)
+    return three_steps(rank, use_odc, use_orig_params, model, ignored_states=[model.head.weight, model.head.bias])
 
 
 def tied(rank: int, use_odc: bool, use_orig_params: bool) -> dict[str, Any]:
     model = build()
     model.head.weight = model.embed.weight
-    model = wrap(model, use_orig_params=use_orig_params)
+    return three_steps(rank, use_odc, use_orig_params, model)
+
+
+def three_steps(rank: int, use_odc: bool, use_orig_params: bool, net: Net, **options: Any) -> dict[str, Any]:
+    model = wrap(net, use_orig_params=use_orig_params, **options)
     patched(model, use_odc)
     train(model, optimizer_of(model), range(3), rank)
     return full_parameters_of_fsdp1(model)
@@ -215,7 +217,7 @@ def moved(rank: int, use_odc: bool, use_orig_params: bool) -> dict[str, Any]:
     """To another device and back, anywhere in the loop: under ODC alone. Plain FSDP1 trains with cleared gradients
     behind that, and with the parameters of before a step."""
     model = wrap(build(), use_orig_params=use_orig_params)
-    session = patched(model, use_odc)
+    patched(model, use_odc)
     optimizer = optimizer_of(model)
     for step in range(3):
         move(model, use_odc)
@@ -224,8 +226,6 @@ def moved(rank: int, use_odc: bool, use_orig_params: bool) -> dict[str, Any]:
         optimizer.step()
         move(model, use_odc)
         optimizer.zero_grad()
-    if session:
-        session.close()
     return full_parameters_of_fsdp1(model)
 
 
@@ -247,7 +247,9 @@ def differences(rank: int, world_size: int, use_orig_params: bool) -> dict[str, 
         theirs, ours = script(rank, False, use_orig_params), script(rank, True, use_orig_params)
         assert SESSIONS, name
         while SESSIONS:
-            assert SESSIONS.pop().stats().pushes > 0, name
+            session = SESSIONS.pop()
+            assert session.stats().pushes > 0, name
+            session.close()
         found[name] = largest_difference(ours, theirs)
     return found
 
@@ -297,8 +299,7 @@ def evaluates_where_a_rank_has_no_microbatch(rank: int, world_size: int) -> list
         optimizer = optimizer_of(model)
         for step in range(3):
             train(model, optimizer, range(step, step + 1), rank, (1, 0))
-            with torch.no_grad():
-                losses.append(float(loss_of(model, tokens(99, 0, 0))))
+            losses.append(float(training.evaluated(model)))
     return losses
 
 
@@ -312,12 +313,7 @@ def uneven(rank: int, world_size: int) -> dict[str, Any]:
     dist.set_debug_level_from_env()  # torch reads it when it is imported, which was before
     model = wrap(build())
     with odc.patch_fsdp(model):
-        optimizer = optimizer_of(model)
-        for step in range(3):
-            for m in range((2, 0)[rank]):
-                (loss_of(model, tokens(step, rank, m)) * (2 / num_tokens(step, (2, 0)))).backward()
-            model.clip_grad_norm_(0.5)
-            use_up(optimizer)
+        training.train(model, None, rank, world_size, (2, 0), 3)
     return full_parameters_of_fsdp1(model)
 
 
@@ -434,9 +430,7 @@ def differing(rank: int, world_size: int) -> None:
 
 
 def test_ranks_that_froze_other_parameters_are_told() -> None:
-    for result in start_ranks(2, differing).join(120):
-        assert result.error_type == "SetupError"
-        assert "blocks.1.up.weight" in (result.error or "")
+    assert_all_say(start_ranks(2, differing).join(120), "blocks.1.up.weight", kinds=["SetupError"])
 
 
 # Gradients that stay over a step, in every precision: dtypes and values of plain FSDP1
@@ -461,7 +455,7 @@ def gradients_of_steps(
 ) -> list[list[torch.Tensor | None]]:
     """``.grad`` of every parameter after each of three steps' backward passes."""
     model = wrap(build(), mixed_precision=precision, **options)
-    session = patched(model, use_odc)
+    patched(model, use_odc)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for step in range(3):
@@ -470,11 +464,9 @@ def gradients_of_steps(
         found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
         optimizer.step()
         clear(optimizer)
-        with torch.no_grad():
-            loss_of(model, tokens(99, rank, 0))  # gathers while gradients are kept
-    if session:
-        session.close()
-        SESSIONS.clear()
+        training.evaluated(model, rank)  # gathers while gradients are kept
+    while SESSIONS:
+        SESSIONS.pop().close()
     return found
 
 

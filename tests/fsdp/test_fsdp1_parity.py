@@ -271,17 +271,10 @@ OVER_TCP = [
 
 @pytest.mark.extended
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-def test_two_hosts(use_orig_params: bool) -> None:
-    found = run_ranks(2, differences, OVER_TCP, use_orig_params, "tcp", timeout_s=300)
-    for name in OVER_TCP:
-        check(found, name)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_replicas_whose_shards_lie_on_several_hosts(use_orig_params: bool) -> None:
-    found = run_ranks(4, differences, list(HYBRID), use_orig_params, "tcp", timeout_s=300)
-    for name in HYBRID:
+@pytest.mark.parametrize(("num_ranks", "names"), [(2, OVER_TCP), (4, list(HYBRID))], ids=["shards", "replicas"])
+def test_shards_and_replicas_that_lie_on_several_hosts(num_ranks: int, names: list[str], use_orig_params: bool) -> None:
+    found = run_ranks(num_ranks, differences, names, use_orig_params, "tcp", timeout_s=300)
+    for name in names:
         check(found, name)
 
 
@@ -383,9 +376,5 @@ def test_deterministic_runs_are_bit_equal() -> None:
 
 
 def test_one_rank_is_plain_fsdp1() -> None:
-    ours = run_ranks(1, one_rank)[0]
+    ours = run_ranks(1, uneven, [2])[0]
     assert largest_difference(ours, float64_reference((2,))) < TOLERANCE
-
-
-def one_rank(rank: int, world_size: int) -> dict[str, Any]:
-    return uneven(rank, world_size, [2])

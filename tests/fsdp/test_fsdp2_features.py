@@ -9,21 +9,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from process_ranks import run_ranks, start_ranks
+from process_ranks import assert_all_say, run_ranks, start_ranks
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from training import (
     BOTH,
     build,
     communicating,
     each_way,
+    evaluated,
     full_parameters,
     largest_difference,
     loss_of,
@@ -31,11 +32,11 @@ from training import (
     optimizer_of,
     reference,
     shard,
+    sharded_by,
     start,
     tokens,
     train,
     use_up,
-    wrap,
 )
 
 import odc
@@ -193,24 +194,6 @@ def test_gradients_that_are_not_zeroed_accumulate_over_minibatches(found: Differ
     check(found, "kept_gradients")
 
 
-def divide_factor(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
-    model = shard(build(), world_size)
-    for module in (model, *model.blocks):
-        module.set_gradient_divide_factor(3.0)
-        module.set_force_sum_reduction_for_comms(True)
-    session = patched(model, use_odc)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for step in range(STEPS):
-        with session.minibatch() if session else torch.enable_grad():
-            loss_of(model, tokens(step, rank, 0)).backward()
-        use_up(optimizer)
-    return full_parameters(model)
-
-
-def test_gradient_divide_factor(found: Differences) -> None:
-    check(found, "divide_factor")
-
-
 Evaluated = dict[tuple[str, bool], dict[str, Any]]
 
 
@@ -233,32 +216,23 @@ def with_evaluation(rank: int, world_size: int, lonely: bool) -> dict[str, Any]:
             for m in range(COUNTS[rank]):
                 (loss_of(model, tokens(step, rank, m)) * scale).backward()
                 if evaluates:
-                    evaluate(model)
+                    assert torch.isfinite(evaluated(model, reshards=True))
         use_up(optimizer, model)
         if evaluates:
-            evaluate(model)
+            assert torch.isfinite(evaluated(model, reshards=True))
     session.close()
     return full_parameters(model)
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module) -> None:
-    loss = loss_of(model, tokens(999, 0, 0))
-    assert torch.isfinite(loss)
-    for module in model.modules():  # a root that FSDP leaves unsharded would be stale after the next step
-        if hasattr(module, "reshard"):
-            module.reshard()
-
-
 @pytest.fixture(scope="module")
-def evaluated() -> Evaluated:
+def of_evaluations() -> Evaluated:
     return run_ranks(2, with_evaluations)[0]
 
 
 @pytest.mark.parametrize("way", BOTH)
 @pytest.mark.parametrize("lonely", [False, True])
-def test_evaluation_inside_and_between_minibatches(lonely: bool, way: str, evaluated: Evaluated) -> None:
-    assert largest_difference(evaluated[way, lonely], reference(COUNTS, STEPS)) < 1e-5
+def test_evaluation_inside_and_between_minibatches(lonely: bool, way: str, of_evaluations: Evaluated) -> None:
+    assert largest_difference(of_evaluations[way, lonely], reference(COUNTS, STEPS)) < 1e-5
 
 
 def without_context_managers(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -266,11 +240,10 @@ def without_context_managers(rank: int, world_size: int) -> list[dict[str, Any]]
 
 
 def without_context_manager(rank: int, world_size: int) -> dict[str, Any]:
-    counts = [2, 0]
     model, session, optimizer = start(world_size)
     for step in range(STEPS):
-        for m in range(counts[rank]):
-            (loss_of(model, tokens(step, rank, m)) * (world_size / num_tokens(step, counts))).backward()
+        for m in range((2, 0)[rank]):
+            (loss_of(model, tokens(step, rank, m)) * (world_size / num_tokens(step, (2, 0)))).backward()
         session.finish()
         use_up(optimizer, model)
     session.close()
@@ -294,7 +267,7 @@ def two_optimizers(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
             (loss_of(model, tokens(step, rank, 0)) / 50).backward()
         for optimizer in optimizers:
             use_up(optimizer)
-        evaluate(model)
+        assert torch.isfinite(evaluated(model, reshards=True))
     assert session is None or session.stats().minibatches == STEPS  # one synchronization for both
     return full_parameters(model)
 
@@ -305,9 +278,7 @@ def test_two_optimizers_publish_once_both_have_stepped(found: Differences) -> No
 
 def close_and_go_on(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     model = shard(build(), world_size)
-    before = {
-        name: type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm) for name, module in fsdp_modules(model)
-    }
+    before = collectives_of(model)
     for _ in range(2):
         session = patched(model, use_odc)
         train(model, session, rank, world_size, [2] * world_size, 3)
@@ -316,13 +287,16 @@ def close_and_go_on(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]
             session.close()
             with pytest.raises(odc.OdcError, match="session is closed"):
                 session.finish()
-    after = {
-        name: type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm) for name, module in fsdp_modules(model)
-    }
-    assert before == after
+    assert collectives_of(model) == before
     assert not any("post_backward" in vars(m._get_fsdp_state()._fsdp_param_group) for _, m in fsdp_modules(model))
     train(model, None, rank, world_size, [2] * world_size, 3)
     return full_parameters(model)
+
+
+def collectives_of(model: nn.Module) -> dict[str, type]:
+    return {
+        name: type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm) for name, module in fsdp_modules(model)
+    }
 
 
 def fsdp_modules(model: nn.Module) -> list[tuple[str, Any]]:
@@ -333,48 +307,8 @@ def test_a_closed_session_leaves_plain_fsdp2_and_can_be_opened_again(found: Diff
     check(found, "close_and_go_on")
 
 
-def checkpoint(rank: int, world_size: int, save_under_odc: bool, folder: str) -> dict[str, Any]:
-    """Three steps, save, three more steps in a fresh model that loads: under ODC and plain, crosswise."""
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model) if save_under_odc else None
-    train(model, session, rank, world_size, [2] * world_size, 3)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    if session:
-        session.close()
-
-    torch.manual_seed(7)
-    fresh = build()
-    with torch.no_grad():
-        for parameter in fresh.parameters():
-            parameter.add_(1.0)
-    fresh = shard(fresh, world_size)
-    session = None if save_under_odc else odc.patch_fsdp(fresh)
-    state = {"model": fresh.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    fresh.load_state_dict(state["model"])  # after patching: the old parameters were published already
-    train(fresh, session, rank, world_size, [2] * world_size, 3)
-    if session:
-        session.close()
-    return full_parameters(fresh)
-
-
-def checkpoints(rank: int, world_size: int, folder: str) -> list[dict[str, Any]]:
-    found = []
-    for way, under_odc in itertools.product(BOTH, (True, False)):
-        with communicating(way):
-            found.append(checkpoint(rank, world_size, under_odc, f"{folder}/{way}-{under_odc}"))
-    return found
-
-
-def test_checkpoints_cross_over_in_both_directions(tmp_path: Path) -> None:
-    first, *others = run_ranks(2, checkpoints, str(tmp_path))[0]
-    assert max(largest_difference(first, other) for other in others) < 1e-5
-
-
 def shared_unit(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
     """fully_shard([a, b]): two modules in one unit."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     model, mesh = build(), init_device_mesh("cpu", (world_size,))
     fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -392,44 +326,26 @@ SCRIPTS: dict[str, Script] = {
     **{
         script.__name__: script
         for script in (
-            *(with_frozen, never_used, no_sync, kept_gradients, divide_factor, two_optimizers),
+            *(with_frozen, never_used, no_sync, kept_gradients, two_optimizers),
             *(close_and_go_on, shared_unit),
         )
     },
 }
 
 
-def in_float64(rank: int, world_size: int, fsdp: int) -> dict[str, Any]:
+def in_float64(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     """Uneven; without clipping: FSDP1's own takes norms in float32, torch's takes those of this rank's part."""
     net = build(torch.float64, num_blocks=1)
-    model = wrap(net, use_orig_params=True) if fsdp == 1 else shard(net, world_size)
-    optimizer = optimizer_of(model)
+    model = sharded_by(kind, net, world_size)
     with odc.patch_fsdp(model):
-        for step in range(STEPS):
-            for microbatch in range(COUNTS[rank]):
-                loss = loss_of(model, tokens(step, rank, microbatch))
-                (loss * world_size / num_tokens(step, COUNTS)).backward()
-            use_up(optimizer)
-    if fsdp == 1:
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            return {
-                name.replace("_fsdp_wrapped_module.", ""): p.detach().clone().numpy()
-                for name, p in model.named_parameters()
-            }
+        train(model, None, rank, world_size, COUNTS, STEPS, clips=False)
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_gradients_in_float64_are_summed_in_float64(fsdp: int) -> None:
-    expected = build(torch.float64, num_blocks=1)
-    optimizer = optimizer_of(expected)
-    for step in range(STEPS):
-        for rank, count in enumerate(COUNTS):
-            for microbatch in range(count):
-                (loss_of(expected, tokens(step, rank, microbatch)) / num_tokens(step, COUNTS)).backward()
-        use_up(optimizer)
-    ours = run_ranks(2, in_float64, fsdp)[0]
-    assert largest_difference(ours, {name: p.detach() for name, p in expected.named_parameters()}) < 1e-12
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_gradients_in_float64_are_summed_in_float64(kind: str) -> None:
+    ours = run_ranks(2, in_float64, kind)[0]
+    assert largest_difference(ours, reference(COUNTS, STEPS, clips=False, num_blocks=1)) < 1e-12
 
 
 def hooks_that_look(rank: int, world_size: int, use_odc: bool) -> list[float]:
@@ -438,15 +354,13 @@ def hooks_that_look(rank: int, world_size: int, use_odc: bool) -> list[float]:
     model = shard(build(num_blocks=1), world_size)
     for parameter in model.parameters():  # of the unit that pushes first, too
         parameter.register_post_accumulate_grad_hook(lambda p: found.append(float(p.grad.full_tensor().norm())))
-    session = odc.patch_fsdp(model) if use_odc else None
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        idle = rank == 1 and step % 2 == 1
-        if not (idle and use_odc):
-            (loss_of(model, tokens(step, rank, 0)) * (0.0 if idle else 1.0)).backward()
-        use_up(optimizer, model)
-    if session is not None:
-        session.close()
+    with odc.patch_fsdp(model) if use_odc else nullcontext():
+        optimizer = optimizer_of(model)
+        for step in range(STEPS):
+            idle = rank == 1 and step % 2 == 1
+            if not (idle and use_odc):
+                (loss_of(model, tokens(step, rank, 0)) * (0.0 if idle else 1.0)).backward()
+            use_up(optimizer, model)
     return found
 
 
@@ -481,9 +395,7 @@ def steps_in_a_hook(rank: int, world_size: int) -> None:
 
 
 def test_a_step_in_a_hook_is_refused() -> None:
-    for result in start_ranks(2, steps_in_a_hook).join(60):
-        assert result.error_type == "UnsupportedError"
-        assert "optimizer in backward" in (result.error or "")
+    assert_all_say(start_ranks(2, steps_in_a_hook).join(60), "optimizer in backward", kinds=["UnsupportedError"])
 
 
 def test_where_a_hook_may_have_its_optimizer() -> None:

@@ -4,6 +4,7 @@ in place and staged, all else is staged either way."""
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -62,19 +63,17 @@ def unused_on_host_1(step: int, rank: int, microbatch: int) -> dict[str, Any]:
 def hybrid_run(rank: int, world_size: int, kind: str, policy: MixedPrecisionPolicy, use_odc: bool) -> Any:
     """Gradients of the first step and parameters after the last."""
     model = shard_hybrid(build(), rank, world_size, kind, policy)
-    session = odc.patch_fsdp(model) if use_odc else None
-    optimizer, gradients = optimizer_of(model), {}
-    for step in range(3):
-        for m in range(2):
-            (loss_of(model, tokens(step, rank, m)) / 40).backward()
-        if session:
-            session.finish()
-        if step == 0:
-            gradients = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
-        use_up(optimizer, model)
-    if session:
-        assert session.stats().pushes > 0
-        session.close()
+    with odc.patch_fsdp(model) if use_odc else nullcontext() as session:
+        optimizer, gradients = optimizer_of(model), {}
+        for step in range(3):
+            for m in range(2):
+                (loss_of(model, tokens(step, rank, m)) / 40).backward()
+            if session:
+                session.finish()
+            if step == 0:
+                gradients = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
+            use_up(optimizer, model)
+        assert session is None or session.stats().pushes > 0
     return gradients, full_parameters(model)
 
 
@@ -137,17 +136,15 @@ def mixed_run(rank: int, world_size: int, use_odc: bool) -> list[float]:
     mesh = init_device_mesh("cpu", (world_size,))
     fully_shard(model[0], mesh=mesh, mp_policy=BF16, reshard_after_forward=2)
     fully_shard(model, mesh=mesh, mp_policy=BF16)
-    session = odc.patch_fsdp(model) if use_odc else None
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
-    for step in range(3):
-        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step * 7 + rank))
-        loss = model(x).float().pow(2).mean() * 1e-4
-        loss.backward()
-        use_up(optimizer)
-        losses.append(loss.item())
-    if session:
-        session.close()
+    with odc.patch_fsdp(model) if use_odc else nullcontext():
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for step in range(3):
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step * 7 + rank))
+            loss = model(x).float().pow(2).mean() * 1e-4
+            loss.backward()
+            use_up(optimizer)
+            losses.append(loss.item())
     return losses
 
 

@@ -37,12 +37,12 @@ def plain(rank: int, world_size: int, counts: list[int]) -> dict[str, Any]:
 
 
 def patched(
-    rank: int, world_size: int, counts: list[int], options: dict[str, Any], way: str = "small"
+    rank: int, world_size: int, counts: list[int], options: dict[str, Any], way: str = "small", *microbatch_options: Any
 ) -> dict[str, Any]:
     model = shard(build(), world_size)
     with communicating(way):
         session = odc.patch_fsdp(model, **options)
-    train(model, session, rank, world_size, counts, STEPS)
+    train(model, session, rank, world_size, counts, STEPS, *microbatch_options)
     assert session.stats().minibatches == STEPS
     session.close()
     return full_parameters(model)
@@ -91,27 +91,15 @@ def test_uneven_counts_match_one_float64_process(
         assert largest_difference(ours[rank][run], expected) < TOLERANCE
 
 
-def test_two_ranks_with_uneven_counts_match_one_float64_process() -> None:
-    counts = [4, 1]
-    assert largest_difference(run_ranks(2, patched, counts, {})[0], reference(counts, STEPS)) < TOLERANCE
-
-
-def test_one_rank_is_plain_fsdp2() -> None:
-    assert largest_difference(run_ranks(1, patched, [3], {})[0], reference([3], STEPS)) < TOLERANCE
-
-
-def patched_mixed(rank: int, world_size: int, counts: list[int]) -> dict[str, Any]:
-    model = shard(build(), world_size)
-    session = odc.patch_fsdp(model)
-    train(model, session, rank, world_size, counts, STEPS, mixed_modules)
-    session.close()
-    return full_parameters(model)
+@pytest.mark.parametrize("counts", [[4, 1], [3]])
+def test_two_ranks_and_one_match_one_float64_process(counts: list[int]) -> None:
+    assert largest_difference(run_ranks(len(counts), patched, counts, {})[0], reference(counts, STEPS)) < TOLERANCE
 
 
 def test_different_modules_per_rank_and_microbatch_match_one_float64_process() -> None:
     counts = [2, 1, 3]
     expected = reference(counts, STEPS, mixed_modules)
-    assert largest_difference(run_ranks(3, patched_mixed, counts)[0], expected) < TOLERANCE
+    assert largest_difference(run_ranks(3, patched, counts, {}, "small", mixed_modules)[0], expected) < TOLERANCE
 
 
 def gradients(rank: int, world_size: int, way: str, dtype: torch.dtype, factor: float | None) -> dict[str, Any]:
@@ -121,19 +109,14 @@ def gradients(rank: int, world_size: int, way: str, dtype: torch.dtype, factor: 
         for module in (model, *model.blocks):
             module.set_gradient_divide_factor(factor)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    with communicating(way):
-        session = odc.patch_fsdp(model) if way != "plain" else None
-    with session.minibatch() if session else nullcontext():
-        for m in range(2):
-            loss_of(model, tokens(0, rank, m)).backward()
-            if session:
-                assert all(gradient_now(p) is None for p in model.parameters()), (
+    with communicating(way), odc.patch_fsdp(model) if way != "plain" else nullcontext() as session:
+        with session.minibatch() if session else nullcontext():
+            for m in range(2):
+                loss_of(model, tokens(0, rank, m)).backward()
+                assert session is None or all(gradient_now(p) is None for p in model.parameters()), (
                     "nothing may be seen before it is final"
                 )
-    found = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
-    if session:
-        session.close()
-    return found
+        return {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
 
 
 FACTORS = [None, 1.0, 3.0]

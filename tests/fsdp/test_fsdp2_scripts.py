@@ -17,7 +17,7 @@ import pytest
 import torch
 from fsdp_scripts import by_unit, ends, extended, hybrid, kept, loops, models, reading
 from fsdp_scripts.pairs import FACTORS, PAIRS, all_pairs, covering, pairs, pairs_of
-from fsdp_scripts.run import Case, Run, differences, with_
+from fsdp_scripts.run import Case, Run, differences, norms_of_steps, with_
 from process_ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
@@ -30,9 +30,9 @@ from odc.fsdp_patch.compat import torch_version
 
 REENTRANT_WRAPPER = with_(models.wrapped_checkpointing, checkpoint_impl=CheckpointImpl.REENTRANT)
 LOOPS: dict[str, Case] = {
-    "clip_grad_norm_": Case(ends.clipping_by_norm),
-    "clip_grad_norm_ twice": Case(ends.clipping_twice),
-    "clip_grad_norm_ by keyword": Case(ends.clipping_by_keyword),
+    "clip_grad_norm_": Case(with_(norms_of_steps, ends.clipping_by_norm)),
+    "clip_grad_norm_ twice": Case(with_(norms_of_steps, ends.clipping_twice)),
+    "clip_grad_norm_ by keyword": Case(with_(norms_of_steps, ends.clipping_by_keyword)),
     "clip_grad_norm_ of one tensor": Case(ends.clipping_one_tensor),
     "clip_grad_value_": Case(ends.clipping_by_value),
     "GradScaler with unscale_": Case(with_(ends.scaler, True), minibatches=6),
@@ -67,8 +67,8 @@ if torch_version() < (2, 10):  # plain FSDP2 hangs in them
     del LOOPS["gradients scaled in a compiled function"], LOOPS["compiled step"]
 """What is done with gradients that are there, and when."""
 MODELS: dict[str, Case] = {
-    "accumulation": Case(with_(loops.accumulation, False), TOLERANCE),
-    "accumulation without sync": Case(with_(loops.accumulation, True), TOLERANCE),
+    "accumulation": Case(loops.accumulation, TOLERANCE),
+    "accumulation without sync": Case(with_(loops.accumulation, loops.sync_last_only), TOLERANCE),
     "accumulation without sync, deterministic": Case(loops.accumulation_without_sync_and_deterministic),
     "a rank without microbatches": Case(loops.without_microbatches, minibatches=6),
     "evaluation": Case(with_(loops.evaluation, torch.no_grad), TOLERANCE),
@@ -89,7 +89,9 @@ MODELS: dict[str, Case] = {
     "two trained models": Case(models.two_trained_models, minibatches=None, tolerance=TOLERANCE),
     "one optimizer for two models": Case(models.one_optimizer_for_two_models),
     "prefetching": Case(models.prefetching),
-    "set_reshard_after_backward": Case(models.kept_after_backward, TOLERANCE),
+    "set_reshard_after_backward": Case(
+        with_(loops.accumulation, loops.kept_between, reshard_after_forward=False), TOLERANCE
+    ),
     "set_reshard_after_forward": Case(models.toggled_resharding),
     "unshard by hand": Case(models.gathered_by_hand),
     "CPUOffloadPolicy": Case(models.offloaded),
@@ -114,8 +116,8 @@ COMPILED = {
 }
 HYBRID = {
     "hybrid": Case(hybrid.plain),
-    "hybrid, accumulation": Case(with_(hybrid.accumulation, False), TOLERANCE),
-    "hybrid, set_requires_all_reduce": Case(with_(hybrid.accumulation, True), TOLERANCE),
+    "hybrid, accumulation": Case(loops.accumulation, TOLERANCE),
+    "hybrid, set_requires_all_reduce": Case(with_(loops.accumulation, loops.reduce_last_only), TOLERANCE),
     "hybrid, another divide factor for each microbatch": Case(loops.divided_by_microbatch, TOLERANCE),
     "hybrid, ranks without microbatches": Case(hybrid.without_microbatches),
 }

@@ -11,24 +11,9 @@ import os
 from typing import Any
 
 import pytest
-import torch
 from fake_nvshmem import registered_fakes
 from process_ranks import run_ranks
-from torch.distributed.fsdp import FullyShardedDataParallel
-from training import (
-    build,
-    full_parameters,
-    full_parameters_of_fsdp1,
-    largest_difference,
-    loss_of,
-    num_tokens,
-    optimizer_of,
-    reference,
-    shard,
-    tokens,
-    use_up,
-    wrap,
-)
+from training import build, full_parameters, largest_difference, reference, sharded_by, train
 
 import odc
 
@@ -37,34 +22,20 @@ COUNTS = [1, 3, 0]  # microbatches of each rank; two ranks run the first two
 STEPS = 3
 
 
-def train(model: Any, rank: int, world_size: int) -> None:
-    """As ``training.train``, clipping as FSDP1 wants it."""
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        scale = world_size / num_tokens(step, COUNTS[:world_size])
-        for microbatch in range(COUNTS[rank]):
-            (loss_of(model, tokens(step, rank, microbatch)) * scale).backward()
-        if isinstance(model, FullyShardedDataParallel):
-            model.clip_grad_norm_(0.5)
-        else:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        use_up(optimizer)
-
-
 def patched(
     rank: int, world_size: int, kind: str, options: dict[str, Any]
 ) -> tuple[dict[str, Any], str, dict[str, int]]:
     with registered_fakes():
-        model = shard(build(), world_size) if kind == "fsdp2" else wrap(build(), use_orig_params=kind == "fsdp1-orig")
+        model = sharded_by(kind, build(), world_size)
         session = odc.patch_fsdp(model, **{"transport": "fake_cuda", **options})
         memory = session._runtime.memory()
-        train(model, rank, world_size)
+        train(model, None, rank, world_size, COUNTS[:world_size], STEPS)
         assert session.stats().minibatches == STEPS
         name = session.transport
         transport = session._runtime._transport
         session.close()
         assert transport.leaked == []
-    return full_parameters(model) if kind == "fsdp2" else full_parameters_of_fsdp1(model), name, memory
+    return full_parameters(model), name, memory
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

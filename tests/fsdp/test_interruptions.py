@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from process_ranks import run_ranks, start_ranks
+from process_ranks import assert_all_say, run_ranks, start_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -19,11 +19,12 @@ from training import (
     TOLERANCE,
     Net,
     build,
+    evaluated,
     full_parameters,
-    full_parameters_of_fsdp1,
     largest_difference,
     loss_of,
     shard,
+    sharded_by,
     tokens,
     use_up,
     wrap,
@@ -61,12 +62,7 @@ def make(kind: str, model: Net | None = None) -> Any:
     if kind == "fsdp1-bare-root":  # has no parameters of its own
         units = {model.embed, model.head, *model.blocks}
         return wrap(model, auto_wrap_policy=CustomPolicy(lambda module: module in units), use_orig_params=True)
-    return wrap(model, use_orig_params=kind == "fsdp1")
-
-
-def parameters_of(model: nn.Module) -> dict[str, Any]:
-    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
-    return full_parameters_of_fsdp1(model) if is_fsdp1 else full_parameters(model)
+    return sharded_by(kind, model, 2)
 
 
 def backward(model: nn.Module, step: int, rank: int, microbatch: int = 0, weight: float = 0.02) -> None:
@@ -75,10 +71,6 @@ def backward(model: nn.Module, step: int, rank: int, microbatch: int = 0, weight
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def finish_step(optimizer: torch.optim.Optimizer) -> None:
-    use_up(optimizer)
 
 
 @contextmanager
@@ -112,24 +104,16 @@ def forward_interrupted(kind: str, rank: int, session: odc.Session | None, model
     """A sample is skipped whose forward fails; it is the only one of this rank in that minibatch."""
     optimizer, losses = sgd(model), {}
     for step in range(4):
-        if step == 1 and rank == 1:
-            if session:
-                with interrupting(model.blocks[1].up):
-                    backward(model, step, rank)
-            else:
-                backward(model, step, rank, weight=0.0)
+        if session and step == 1 and rank == 1:
+            with interrupting(model.blocks[1].up):
+                backward(model, step, rank)
         else:
-            backward(model, step, rank)
-        finish_step(optimizer)
-        with torch.no_grad():
-            losses[f"loss {step}"] = loss_of(model, tokens(9, rank, 0))
-        reshard_root(model)
+            backward(model, step, rank, weight=0.0 if step == 1 and rank == 1 else 0.02)
+        use_up(optimizer)
+        losses[f"loss {step}"] = evaluated(model, rank)
+        if kind == "fsdp2":
+            model.reshard()
     return losses
-
-
-def reshard_root(model: nn.Module) -> None:
-    if not isinstance(model, FullyShardedDataParallel):
-        model.reshard()  # type: ignore[operator]
 
 
 def forward_interrupted_then_another(kind: str, rank: int, session: odc.Session | None, model: Any) -> dict[str, Any]:
@@ -141,7 +125,7 @@ def forward_interrupted_then_another(kind: str, rank: int, session: odc.Session 
             with interrupting(model.blocks[1].up):
                 backward(model, step, rank, 1)
         backward(model, step, rank)
-        finish_step(optimizer)
+        use_up(optimizer)
     return {}
 
 
@@ -149,15 +133,12 @@ def evaluation_interrupted(kind: str, rank: int, session: odc.Session | None, mo
     """After a step, before a minibatch in which rank 1 has no microbatch."""
     optimizer = sgd(model)
     for step in range(4):
-        if step == 1 and rank == 1:
-            if session:
-                with torch.no_grad(), interrupting(model.blocks[1].up):
-                    loss_of(model, tokens(9, rank, 0))
-            else:
-                backward(model, step, rank, weight=0.0)
+        if session and step == 1 and rank == 1:
+            with interrupting(model.blocks[1].up):
+                evaluated(model, rank)
         else:
-            backward(model, step, rank)
-        finish_step(optimizer)
+            backward(model, step, rank, weight=0.0 if step == 1 and rank == 1 else 0.02)
+        use_up(optimizer)
     return {}
 
 
@@ -169,11 +150,9 @@ def checkpointed_forward_interrupted(kind: str, rank: int, session: odc.Session 
             if session and step in (1, 2) and rank == 1:
                 with interrupting(model.blocks[1].up):
                     backward(model, step, rank, 1)
-            if step != 2 or rank == 0:
-                backward(model, step, rank)
-            elif not session:
-                backward(model, step, rank, weight=0.0)
-        finish_step(optimizer)
+            if step != 2 or rank == 0 or not session:
+                backward(model, step, rank, weight=0.0 if step == 2 and rank == 1 else 0.02)
+        use_up(optimizer)
     return {}
 
 
@@ -191,14 +170,12 @@ def checkpointing(model: Any, reentrant: bool) -> Iterator[None]:
 def backward_interrupted_before_fsdp(kind: str, rank: int, session: odc.Session | None, model: Any) -> dict[str, Any]:
     optimizer = sgd(model)
     for step in range(4):
-        if step != 1 or rank == 0:
-            backward(model, step, rank)
-        elif session:
+        if session and step == 1 and rank == 1:
             with pytest.raises(Interrupted):
                 Raise.apply(loss_of(model, tokens(step, rank, 0))).backward()
         else:
-            backward(model, step, rank, weight=0.0)
-        finish_step(optimizer)
+            backward(model, step, rank, weight=0.0 if step == 1 and rank == 1 else 0.02)
+        use_up(optimizer)
     return {}
 
 
@@ -217,7 +194,7 @@ def backward_interrupted_before_any_gradient(
         else:
             backward(model, step, rank, weight=0.0 if step == 2 and rank == 1 else 0.02)
         if step != 1:
-            finish_step(optimizer)
+            use_up(optimizer)
         elif session:
             session.finish()
     return {}
@@ -235,7 +212,7 @@ def whole_backward_passes(kind: str, rank: int, session: odc.Session | None, mod
         loss.backward()
     with checkpointing(model, reentrant=True):
         (loss_of(model, tokens(0, rank, 2)) * 0.01).backward()
-    finish_step(optimizer)
+    use_up(optimizer)
 
     def closure() -> float:
         optimizer.zero_grad()
@@ -245,7 +222,7 @@ def whole_backward_passes(kind: str, rank: int, session: odc.Session | None, mod
     optimizer.step(closure)
     optimizer.zero_grad()
     (loss_of(model, tokens(2, rank, 0)) + loss_of(model, tokens(2, rank, 1))).mul(0.01).backward()
-    finish_step(optimizer)
+    use_up(optimizer)
     return {}
 
 
@@ -269,7 +246,7 @@ def clipping_without_sync(kind: str, rank: int, session: odc.Session | None, mod
                 backward(model, step, rank, microbatch)
             if kind == "fsdp2":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        finish_step(optimizer)
+        use_up(optimizer)
     return {}
 
 
@@ -297,14 +274,11 @@ def differences(rank: int, world_size: int, kind: str) -> dict[str, float | str]
             model = make(kind)
             session = odc.patch_fsdp(model, timeout_s=60) if use_odc else None
             try:
-                losses = script(kind, rank, session, model)
-                results.append({**losses, **parameters_of(model)})
+                with session or nullcontext():
+                    losses = script(kind, rank, session, model)
+                    results.append({**losses, **full_parameters(model)})
             except Exception as error:
                 found[name] = f"{type(error).__name__}: {error}"
-                if session:
-                    session.abort(error)
-            if session:
-                session.close()
             dist.barrier()
         if name not in found:
             found[name] = largest_difference(results[1], results[0])
@@ -344,7 +318,7 @@ def interrupted_within_backward(rank: int, world_size: int, kind: str, then: str
                 (loss_of(model, tokens(step, rank, 2), skip=[1]) * 0.02).backward()
         else:
             backward(model, step, rank)
-        finish_step(optimizer)
+        use_up(optimizer)
     session.close()
 
 
@@ -359,11 +333,8 @@ def test_a_backward_that_did_not_complete_is_not_used(kind: str, then: str) -> N
     if kind == "fsdp2" and then == "another" and torch_version() < (2, 11):
         pytest.skip("FSDP2 itself raises in the forward of that other microbatch")
     first, second = start_ranks(2, interrupted_within_backward, kind, then).join(150)
-    assert second.error_type == "ProtocolError", second.error
-    assert "did not complete" in (second.error or "")
-    assert "session.discard()" in (second.error or "")
-    assert first.error_type == "AbortedError", first.error
-    assert "did not complete" in (first.error or "")
+    assert_all_say([second], "did not complete", "session.discard()", kinds=["ProtocolError"])
+    assert_all_say([first], "did not complete", kinds=["AbortedError"])
 
 
 def discarded(rank: int, world_size: int, kind: str) -> float:
@@ -371,20 +342,17 @@ def discarded(rank: int, world_size: int, kind: str) -> float:
     results = []
     for use_odc in (False, True):
         model = make(kind)
-        session = odc.patch_fsdp(model, timeout_s=60) if use_odc else None
-        optimizer = sgd(model)
-        for step in range(4):
-            if step == 1:
-                if session:
+        with odc.patch_fsdp(model, timeout_s=60) if use_odc else nullcontext() as session:
+            optimizer = sgd(model)
+            for step in range(4):
+                if step != 1:
+                    backward(model, step, rank)
+                    use_up(optimizer)
+                elif session:
                     with interrupting_backward(model.blocks[0]) if rank else nullcontext():
                         backward(model, step, rank)
                     session.discard()
-                continue
-            backward(model, step, rank)
-            finish_step(optimizer)
-        results.append(parameters_of(model))
-        if session:
-            session.close()
+            results.append(full_parameters(model))
     return largest_difference(results[1], results[0])
 
 
@@ -405,15 +373,14 @@ def never_synchronized(rank: int, world_size: int, kind: str, low: bool) -> None
         backward(model, 0, rank)
     if rank == 0:
         backward(model, 0, rank, 1)
-    finish_step(sgd(model))
+    use_up(sgd(model))
     session.close()
 
 
 @pytest.mark.parametrize(("kind", "low"), [("fsdp2", False), ("fsdp2", True), ("fsdp1", False), ("fsdp1-flat", False)])
 def test_gradients_that_were_not_sent_are_refused(kind: str, low: bool) -> None:
-    second = start_ranks(2, never_synchronized, kind, low).join(150)[1]
-    assert second.error_type == "ProtocolError", second.error
-    assert "still holds gradients of backward passes under no_sync()" in (second.error or "")
+    results = start_ranks(2, never_synchronized, kind, low).join(150)
+    assert_all_say(results[1:], "still holds gradients of backward passes under no_sync()", kinds=["ProtocolError"])
 
 
 def hooked_after_patching(rank: int, world_size: int, kind: str) -> float:
@@ -421,15 +388,13 @@ def hooked_after_patching(rank: int, world_size: int, kind: str) -> float:
     results = []
     for use_odc in (False, True):
         model = make(kind)
-        session = odc.patch_fsdp(model, timeout_s=60) if use_odc else None
-        for parameter in model.parameters():
-            optimizer = torch.optim.SGD([parameter], lr=0.1)
-            parameter.register_post_accumulate_grad_hook(lambda parameter, optimizer=optimizer: optimizer.step())
-        for microbatch in range(3):  # gradients are kept, and added to
-            backward(model, 0, rank, microbatch)
-        results.append(parameters_of(model))
-        if session:
-            session.close()
+        with odc.patch_fsdp(model, timeout_s=60) if use_odc else nullcontext():
+            for parameter in model.parameters():
+                optimizer = torch.optim.SGD([parameter], lr=0.1)
+                parameter.register_post_accumulate_grad_hook(lambda parameter, optimizer=optimizer: optimizer.step())
+            for microbatch in range(3):  # gradients are kept, and added to
+                backward(model, 0, rank, microbatch)
+            results.append(full_parameters(model))
     return largest_difference(results[1], results[0])
 
 

@@ -8,34 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from process_ranks import run_ranks, start_ranks
-from torch import nn
+from process_ranks import assert_all_say, run_ranks, start_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from training import (
-    build,
-    full_parameters,
-    full_parameters_of_fsdp1,
-    loss_of,
-    optimizer_of,
-    shard,
-    tokens,
-    use_up,
-    wrap,
-)
+from training import build, clip, full_parameters, loss_of, optimizer_of, shard, sharded_by, tokens, use_up
 
 import odc
 
 KINDS = ["fsdp2", "fsdp1", "fsdp1-flat"]
-
-
-def model_of(kind: str, world_size: int) -> nn.Module:
-    net = build()
-    return shard(net, world_size) if kind == "fsdp2" else wrap(net, use_orig_params=kind == "fsdp1")
-
-
-def parameters_of(kind: str, model: nn.Module) -> dict[str, Any]:
-    return full_parameters(model) if kind == "fsdp2" else full_parameters_of_fsdp1(model)
 
 
 def local(gradient: torch.Tensor) -> torch.Tensor:
@@ -43,7 +23,7 @@ def local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def read_in_a_forked_child(rank: int, world_size: int, kind: str) -> tuple[int, bool]:
-    model = model_of(kind, world_size)
+    model = sharded_by(kind, build(), world_size)
     with odc.patch_fsdp(model) as session:
         loss_of(model, tokens(0, rank, 0)).backward()
         session.finish()
@@ -64,13 +44,13 @@ def test_a_forked_child_can_read_gradients(kind: str) -> None:
 
 def kept_by_views(rank: int, world_size: int, kind: str) -> int:
     """Parts of gradients, kept while later minibatches run and after the session has closed."""
-    model = model_of(kind, world_size)
+    model = sharded_by(kind, build(), world_size)
     optimizer = optimizer_of(model)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     with odc.patch_fsdp(model):
         for step in range(3):
             loss_of(model, tokens(step, rank, 0)).backward()
-            clip_grad_norm_(model.parameters(), 0.5) if kind == "fsdp2" else model.clip_grad_norm_(0.5)  # type: ignore[operator]
+            clip(model)
             views = [local(p.grad).flatten()[:4] for p in model.parameters() if p.grad is not None]
             kept += [(view, view.clone()) for view in views]
             use_up(optimizer)
@@ -89,7 +69,7 @@ def test_views_of_gradients_stay_as_they_are(kind: str) -> None:
 
 
 def idle_and_uncleared(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    model = model_of(kind, world_size)
+    model = sharded_by(kind, build(), world_size)
     optimizer = optimizer_of(model)
     with odc.patch_fsdp(model, timeout_s=20):
         for step in range(4):
@@ -99,10 +79,10 @@ def idle_and_uncleared(rank: int, world_size: int, kind: str) -> dict[str, Any]:
                 loss.backward()
                 total += loss.detach()
             dist.all_reduce(total)
-            clip_grad_norm_(model.parameters(), 0.5) if kind == "fsdp2" else model.clip_grad_norm_(0.5)  # type: ignore[operator]
+            clip(model)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-    return parameters_of(kind, model)
+    return full_parameters(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,7 +94,7 @@ def test_a_push_waits_for_no_script(kind: str) -> None:
 
 
 def trained(rank: int, world_size: int, kind: str, misuses: bool) -> tuple[list[str], dict[str, Any]]:
-    model = model_of(kind, world_size)
+    model = sharded_by(kind, build(), world_size)
     session = odc.patch_fsdp(model, timeout_s=20)
     optimizer = optimizer_of(model)
     refused = []
@@ -144,7 +124,7 @@ def trained(rank: int, world_size: int, kind: str, misuses: bool) -> tuple[list[
         attempt(session._runtime.finish)
     assert not session._runtime.has_failed
     session.close()
-    return refused, parameters_of(kind, model)
+    return refused, full_parameters(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,7 +142,7 @@ def test_misuse_that_changed_nothing_is_an_ordinary_exception(kind: str) -> None
 
 
 def different_ends(rank: int, world_size: int) -> None:
-    model = model_of("fsdp2", world_size)
+    model = shard(build(), world_size)
     session = odc.patch_fsdp(model, timeout_s=20)
     loss_of(model, tokens(0, rank, 0)).backward()
     if rank == 0:
@@ -172,6 +152,6 @@ def different_ends(rank: int, world_size: int) -> None:
 
 
 def test_ranks_that_disagree_about_a_minibatch_all_fail_at_once() -> None:
-    results = start_ranks(2, different_ends).join(120)
-    assert {r.error_type for r in results} <= {"ProtocolError", "AbortedError"}, results
-    assert all("in different ways" in (r.error or "") for r in results), results
+    assert_all_say(
+        start_ranks(2, different_ends).join(120), "in different ways", kinds=("ProtocolError", "AbortedError")
+    )

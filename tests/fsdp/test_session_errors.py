@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_scripts.loops import divide_by
-from process_ranks import run_ranks, start_ranks
+from process_ranks import assert_all_say, run_ranks, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.utils import clip_grad_norm_
-from training import DEVICE, build, loss_of, optimizer_of, shard, start, tokens, use_up, wrap
+from training import DEVICE, build, evaluated, loss_of, multiply, optimizer_of, shard, sharded_by, start, tokens, use_up
 
 import odc
 import odc.fsdp_patch.fsdp2_unit
@@ -161,30 +161,26 @@ def test_every_unsupported_option_is_named() -> None:
             assert words in text, (prepare, text)
 
 
-def one_rank_unsupported(rank: int, world_size: int) -> None:
+def refused_on_rank_1(rank: int, world_size: int, kind: str) -> None:
     model = shard(build(), world_size)
-    if rank == 1:
+    os.environ["ODC_ADDRESS"] = "0.0.0.0" if rank == 1 and kind == "ConfigError" else "127.0.0.1"
+    if rank == 1 and kind == "UnsupportedError":
         model.set_all_reduce_hook(lambda grad: None)
     odc.patch_fsdp(model)
 
 
-def test_what_one_rank_refuses_all_ranks_refuse() -> None:
-    results = start_ranks(2, one_rank_unsupported).join(120)
-    assert results[1].error_type == "UnsupportedError"
-    assert results[0].error_type == "SetupError"
-    assert "rank 1: UnsupportedError" in (results[0].error or "")
-
-
-def one_address_unusable(rank: int, world_size: int) -> None:
-    os.environ["ODC_ADDRESS"] = "0.0.0.0" if rank == 1 else "127.0.0.1"
-    odc.patch_fsdp(shard(build(), world_size))
-
-
-def test_an_environment_that_one_rank_cannot_use_is_refused_on_all() -> None:
-    results = start_ranks(2, one_address_unusable).join(120)
-    assert results[1].error_type == "ConfigError"
-    assert results[0].error_type == "SetupError"
-    assert all("ConfigError: ODC_ADDRESS='0.0.0.0' cannot be used" in (r.error or "") for r in results)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("UnsupportedError", "set_all_reduce_hook"),
+        ("ConfigError", "ODC_ADDRESS='0.0.0.0' cannot be used"),
+    ],
+)
+def test_what_one_rank_refuses_all_ranks_refuse(kind: str, words: str) -> None:
+    results = start_ranks(2, refused_on_rank_1, kind).join(120)
+    assert [result.error_type for result in results] == ["SetupError", kind]
+    assert_all_say(results, words)
+    assert_all_say(results[:1], f"rank 1: {kind}")
 
 
 FAILING_STEPS = [
@@ -258,9 +254,8 @@ def differing_models(rank: int, world_size: int, difference: str) -> None:
     ],
 )
 def test_ranks_that_differ_are_told_the_first_difference(difference: str, words: list[str]) -> None:
-    for result in start_ranks(2, differing_models, difference).join(120):
-        assert result.error_type == "SetupError", result.error
-        assert all(word in result.error for word in ["rank 1 differs from rank 0", *words]), result.error
+    results = start_ranks(2, differing_models, difference).join(120)
+    assert_all_say(results, "rank 1 differs from rank 0", *words, kinds=["SetupError"])
 
 
 def misuse(rank: int, world_size: int) -> None:
@@ -294,8 +289,7 @@ def changed_behind(rank: int, world_size: int) -> list[float]:
     losses = []
     for use_odc in (False, True):
         model = shard(build(), world_size)
-        session = odc.patch_fsdp(model) if use_odc else None
-        with torch.no_grad():
+        with odc.patch_fsdp(model) if use_odc else nullcontext(), torch.no_grad():
             for change in ("data", "part"):
                 if change == "data":
                     model.head.weight.data.mul_(2.0)
@@ -303,8 +297,6 @@ def changed_behind(rank: int, world_size: int) -> list[float]:
                     model.blocks[0].load_state_dict({k: v * 2.0 for k, v in model.blocks[0].state_dict().items()})
                 losses.append(float(loss_of(model, tokens(0, rank, 0))))
                 model.reshard()  # type: ignore[operator]
-        if session is not None:
-            session.close()
     return losses
 
 
@@ -319,22 +311,18 @@ def loaded_then_used(rank: int, world_size: int) -> list[float]:
     losses = []
     for use_odc in (False, True):
         model = shard(build(), world_size)
-        session = odc.patch_fsdp(model, timeout_s=20) if use_odc else None
-        optimizer = optimizer_of(model)
-        for step in range(3):
-            model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()})
-            if step == 1:
-                with torch.no_grad():
-                    losses.append(loss_of(model, tokens(9, rank, 0)).item())
-            if rank == 0 or step != 2 or not use_odc:
-                weight = 0.0 if rank == 1 and step == 2 else 1.0
-                (loss_of(model, tokens(step, rank, 0)) * weight).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            use_up(optimizer)
-        with torch.no_grad():
-            losses.append(loss_of(model, tokens(9, rank, 1)).item())
-        if session:
-            session.close()
+        with odc.patch_fsdp(model, timeout_s=20) if use_odc else nullcontext():
+            optimizer = optimizer_of(model)
+            for step in range(3):
+                model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()})
+                if step == 1:
+                    losses.append(evaluated(model, rank).item())
+                if rank == 0 or step != 2 or not use_odc:
+                    weight = 0.0 if rank == 1 and step == 2 else 1.0
+                    (loss_of(model, tokens(step, rank, 0)) * weight).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                use_up(optimizer)
+            losses.append(evaluated(model, rank).item())
     return losses
 
 
@@ -351,8 +339,7 @@ def evaluated_without_microbatches(rank: int, world_size: int) -> list[float]:
         if rank == 0:
             loss_of(model, tokens(step, 0, 0)).backward()
         use_up(optimizer)
-        with torch.no_grad():
-            losses.append(loss_of(model, tokens(9, 0, 0)).item())
+        losses.append(evaluated(model).item())
     session.close()
     return losses
 
@@ -373,12 +360,10 @@ def reloaded_then_evaluated(rank: int, world_size: int) -> list[float]:
             loss_of(model, tokens(0, rank, 0)).backward()
         optimizer.step()
         model.zero_grad()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.5)
-            if session:
-                session.publish()  # some units were published by the step, some not
-            losses.append(loss_of(model, tokens(9, 0, 0)).item())
+        multiply(model, 1.5)
+        if session:
+            session.publish()  # some units were published by the step, some not
+        losses.append(evaluated(model).item())
     return losses
 
 
@@ -397,8 +382,7 @@ def skipped_step(rank: int, world_size: int, rollback: bool) -> None:
         optimizer.zero_grad()
         if rollback:
             model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
-        with torch.no_grad():
-            loss_of(model, tokens(step, 0, 0))
+        evaluated(model)
     session.close()
 
 
@@ -484,7 +468,7 @@ def test_a_rank_that_has_caught_a_refusal_is_not_called_gone(
 
 def unsynchronized(rank: int, world_size: int, kind: str, names: list[str]) -> tuple[list[str], list[float]]:
     """Two minibatches in which only the units of these names are synchronized; warnings and norms."""
-    model: Any = shard(build(), world_size) if kind == "fsdp2" else wrap(build(), use_orig_params=True)
+    model = sharded_by(kind, build(), world_size)
     odc.patch_fsdp(model)
     if kind == "fsdp2":
         model.set_requires_gradient_sync(False)

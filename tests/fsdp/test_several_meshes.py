@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_nvshmem import registered_fakes
-from process_ranks import run_ranks, start_ranks
+from process_ranks import assert_all_say, run_ranks, start_ranks
 from test_compute_groups import Block, part
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from training import BOTH, DEVICE, each_way, largest_difference, use_up
+from training import BOTH, DEVICE, each_way, largest_difference, multiply, use_up
 
 import odc
 from odc.fsdp_patch.compat import param_groups, torch_version
@@ -200,6 +200,11 @@ def batch(step: int, rank: int, microbatch: int) -> torch.Tensor:
 
 def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(ids), ids.roll(1), reduction="sum") / 10
+
+
+@torch.no_grad()
+def loss_of_batch(model: nn.Module, rank: int) -> float:
+    return loss_of(model, batch(0, rank, 0)).item()
 
 
 def by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
@@ -519,17 +524,14 @@ def changing_run(rank: int, world_size: int) -> Any:
         assert memory.published_shards > 0 < memory.sums
         optimizer = optimizer_of(model)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-            halved = loss_of(model, batch(0, rank, 0)).item()
+        multiply(model, 0.5)
+        halved = loss_of_batch(model, rank)
         model.load_state_dict(before)
         norms = train(model, EVEN, [rank], [0], session, optimizer=optimizer)
         model.requires_grad_(True)
         norms += train(model, EVEN, [rank], [1], session, optimizer=optimizer)
         timeline = session.start_timeline()
-        with torch.no_grad():
-            loss_of(model, batch(0, rank, 0))
+        loss_of_batch(model, rank)
         gathered = {span.label for span in timeline.spans if span.kind == "gather"}
         assert any("experts" in name for name in gathered)
         assert "<root>" in gathered
@@ -539,9 +541,7 @@ def changing_run(rank: int, world_size: int) -> Any:
 
 def test_changes_loads_and_unfreezing_reach_all_meshes() -> None:
     model, halved = build("modules").double(), build("modules").double()
-    with torch.no_grad():
-        for parameter in halved.parameters():
-            parameter.mul_(0.5)
+    multiply(halved, 0.5)
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: grad / 4)
     for block in model.blocks:
@@ -553,7 +553,7 @@ def test_changes_loads_and_unfreezing_reach_all_meshes() -> None:
     whole = {name: p.detach() for name, p in model.named_parameters()}
     for rank, (text, loss, our_norms, ours) in enumerate(run_ranks(4, changing_run)):
         assert text == "2 units over 4 ranks and 2 units over 2 ranks, transport shm, in place"
-        assert loss == pytest.approx(loss_of(halved, batch(0, rank, 0)).item(), rel=1e-5)
+        assert loss == pytest.approx(loss_of_batch(halved, rank), rel=1e-5)
         assert our_norms == pytest.approx(norms, rel=1e-5)
         expected = {name: expected_part(name, whole, "modules", rank) for name in ours}
         assert largest_difference(ours, expected) < 1e-5
@@ -582,10 +582,7 @@ def failing_run(rank: int, world_size: int, layout: str, where: str) -> None:
 def test_all_ranks_hear_of_a_failure_on_any_mesh(layout: str, where: str) -> None:
     results = start_ranks(4, failing_run, layout, where).join(60)
     assert [result.error_type for result in results] == ["AbortedError"] * 3 + ["RuntimeError"]
-    for result in results[:3]:
-        assert result.error is not None
-        assert "rank 3" in result.error
-        assert "out of luck" in result.error
+    assert_all_say(results[:3], "rank 3", "out of luck")
 
 
 def dying_run(rank: int, world_size: int) -> None:
@@ -599,9 +596,7 @@ def dying_run(rank: int, world_size: int) -> None:
 
 def test_all_ranks_hear_of_a_death_on_any_mesh() -> None:
     """Rank 0 shares no mesh with rank 3."""
-    for result in start_ranks(4, dying_run).join(60, expendable=[3])[:3]:
-        assert result.error is not None
-        assert "rank 3" in result.error
+    assert_all_say(start_ranks(4, dying_run).join(60, expendable=[3])[:3], "rank 3")
 
 
 def differing_run(rank: int, world_size: int, layout: str, how: str) -> None:
@@ -625,7 +620,4 @@ def differing_run(rank: int, world_size: int, layout: str, how: str) -> None:
     ],
 )
 def test_ranks_that_end_a_minibatch_differently_are_named(layout: str, how: str, words: str) -> None:
-    for result in start_ranks(4, differing_run, layout, how, env={"ODC_TIMEOUT": "10"}).join(90):
-        assert result.error is not None
-        assert words in result.error
-        assert "rank 3" in result.error
+    assert_all_say(start_ranks(4, differing_run, layout, how, env={"ODC_TIMEOUT": "10"}).join(90), words, "rank 3")

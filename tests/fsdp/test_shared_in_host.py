@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from extended_weights import RowScaled, Scaled, extend
-from process_ranks import assert_one_says, run_ranks, start_ranks
+from process_ranks import assert_all_say, assert_one_says, run_ranks, start_ranks
 from test_checkpoints import begin, load_sharded, save_sharded
 from test_ways_out import evaluates_on_one_rank
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,15 +23,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training import (
     build,
     communicating,
+    evaluated,
     full_parameters,
-    full_parameters_of_fsdp1,
     largest_difference,
     loss_of,
+    multiply,
     optimizer_of,
     reference,
     shard,
     tokens,
     train,
+    use_up,
     wrap,
 )
 
@@ -77,12 +79,9 @@ def trained(rank: int, world_size: int, kind: str, **options: Any) -> tuple[dict
         session = odc.patch_fsdp(model, **options)
     with session, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Replicas, "swap_rows", lambda it, rows, to: crossed.add(rows.dtype) or swap(it, rows, to))
-        if kind == "fsdp1":  # which has its own clipping
-            patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda _, limit: model.clip_grad_norm_(limit))
         train(model, session, rank, world_size, COUNTS, 4, unused_on_host_1)
         transport, readers = session.transport, session._units[0].process_group.size()
-    found = full_parameters_of_fsdp1(model) if kind == "fsdp1" else full_parameters(model)
-    return found, transport, readers, crossed
+    return full_parameters(model), transport, readers, crossed
 
 
 def each_kind(rank: int, world_size: int) -> dict[str, Any]:
@@ -122,8 +121,7 @@ def losses_of(
     for step in range(3):
         loss = loss_of(model, tokens(step, rank, 0))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        use_up(optimizer)
         behind()
         found.append(loss.item())
     return found
@@ -136,18 +134,15 @@ def changing(rank: int, world_size: int) -> list[list[float]]:
     found = []
     for mode in ("off", "on"):
         model = make("frozen", world_size)
-        evaluated: list[float] = []
+        losses: list[float] = []
 
-        @torch.no_grad()
-        def evaluate(model: Any = model, evaluated: list[float] = evaluated) -> None:
-            for parameter in model.parameters():
-                parameter.mul_(0.9)
-            evaluated.append(loss_of(model, tokens(9, rank, 1)).item())
-            for parameter in model.parameters():
-                parameter.div_(0.9)
+        def evaluate(model: Any = model, losses: list[float] = losses) -> None:
+            multiply(model, 0.9)
+            losses.append(evaluated(model, rank).item())
+            multiply(model, 1 / 0.9)
 
         with odc.patch_fsdp(model, share_in_host=mode):
-            found.append(losses_of(rank, model, optimizer_of(model), evaluate) + evaluated)
+            found.append(losses_of(rank, model, optimizer_of(model), evaluate) + losses)
     return found
 
 
@@ -177,13 +172,8 @@ def changed_on_one_host(rank: int, world_size: int) -> None:
     on_hosts(rank)
     model = make("small", world_size)
 
-    @torch.no_grad()
-    def halve() -> None:
-        for parameter in model.parameters() if rank < 2 else ():
-            parameter.mul_(0.5)
-
     odc.patch_fsdp(model, timeout_s=30)
-    losses_of(rank, model, optimizer_of(model), halve)
+    losses_of(rank, model, optimizer_of(model), lambda: multiply(model, 0.5) if rank < 2 else None)
 
 
 def test_a_change_on_one_host_alone_fails_by_name() -> None:
@@ -209,9 +199,7 @@ def other_on_host_1(rank: int, world_size: int) -> None:
 
 
 def test_hosts_that_differ_are_told_on_all_ranks() -> None:
-    for result in start_ranks(4, other_on_host_1).join(60):
-        assert result.error_type == "SetupError", result.error
-        assert "rank 2 differs from rank 0" in (result.error or "")
+    assert_all_say(start_ranks(4, other_on_host_1).join(60), "rank 2 differs from rank 0", kinds=["SetupError"])
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

@@ -14,7 +14,7 @@ import test_compute_groups as partners
 import test_several_meshes as meshes
 import torch
 from fsdp_scripts import by_unit
-from process_ranks import run_ranks, start_ranks
+from process_ranks import assert_all_say, run_ranks, start_ranks
 from test_fsdp2_hybrid import FULL_PRECISION, shard_hybrid, unused_on_host_1
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -24,8 +24,8 @@ from training import (
     TOLERANCE,
     build,
     each_way,
+    evaluated,
     full_parameters,
-    full_parameters_of_fsdp1,
     gradient_now,
     largest_difference,
     loss_of,
@@ -33,6 +33,7 @@ from training import (
     optimizer_of,
     reference,
     shard,
+    sharded_by,
     tokens,
     use_up,
     wrap,
@@ -56,12 +57,10 @@ def backward(model: nn.Module, step: int, rank: int, microbatch: int = 0, weight
 def uneven(rank: int, world_size: int, kind: str, counts: Sequence[int]) -> dict[str, Any]:
     """The loop of :func:`training.train`."""
     options = unused_on_host_1 if kind in ("hsdp", "int") else lambda *_: {}
-    if kind.startswith("fsdp1"):
-        model: Any = wrap(build(), use_orig_params=kind == "fsdp1")
-    elif kind == "fsdp2":
-        model = shard(build(), world_size)
+    if kind in ("hsdp", "int", "offload"):
+        model: Any = shard_hybrid(build(), rank, world_size, kind, FULL_PRECISION)
     else:
-        model = shard_hybrid(build(), rank, world_size, kind, FULL_PRECISION)
+        model = sharded_by(kind, build(), world_size)
     session = odc.patch_fsdp(model, deterministic=kind == "hsdp")
     optimizer = optimizer_of(model)
     for step in range(STEPS):
@@ -72,7 +71,7 @@ def uneven(rank: int, world_size: int, kind: str, counts: Sequence[int]) -> dict
         assert session.memory().gradients == 0
     assert session.stats().minibatches == STEPS
     session.close()
-    return full_parameters_of_fsdp1(model) if kind.startswith("fsdp1") else full_parameters(model)
+    return full_parameters(model)
 
 
 def uneven_each_way(rank: int, world_size: int, kind: str, counts: Sequence[int]) -> list[dict[str, Any]]:
@@ -186,8 +185,7 @@ def a_norm_of_experts(rank: int, world_size: int) -> None:
 def test_a_norm_is_refused_where_no_mesh_tells_who_has_what() -> None:
     results = start_ranks(4, a_norm_of_experts).join(60)
     assert "UnsupportedError" in [result.error_type for result in results]
-    for result in results:
-        assert "whether other ranks have copies or other parameters is not known here" in (result.error or "")
+    assert_all_say(results, "whether other ranks have copies or other parameters is not known here")
 
 
 # Between them
@@ -209,8 +207,7 @@ def with_others(rank: int, world_size: int, by_unit: bool) -> dict[str, Any]:
         else:
             use_up(optimizer)
         if rank == step % 2:
-            with torch.no_grad():
-                loss_of(model, tokens(99, 0, 0))
+            evaluated(model)
     session = odc.session_of(model)
     assert session.stats().minibatches == 5
     patching.close()
@@ -378,14 +375,12 @@ def applied_in_backward(rank: int, world_size: int) -> list[float]:
         model = wrap(build(), use_orig_params=True)
         options = {"lr": 1e-2, "momentum": 0.9}
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), options, register_hook=False)
-        session = odc.patch_fsdp(model) if patched else None
-        for step in range(STEPS):
-            for m in range(2):
-                backward(model, step, rank, m)
-        if session is not None:
-            assert session.stats().minibatches == 2 * STEPS
-            session.close()
-        found.append(full_parameters_of_fsdp1(model))
+        with odc.patch_fsdp(model) if patched else nullcontext() as session:
+            for step in range(STEPS):
+                for m in range(2):
+                    backward(model, step, rank, m)
+            assert session is None or session.stats().minibatches == 2 * STEPS
+        found.append(full_parameters(model))
     return [
         largest_difference(found[1], found[0]),
         largest_difference(found[1], dict(build().state_dict())),
@@ -406,17 +401,15 @@ def a_block_around_hooks(rank: int, world_size: int) -> float:
         optimizers = by_unit.momentum_by_parameter(model)
         if patched:
             by_unit.hook_each(model, optimizers)
-        session = odc.patch_fsdp(model) if patched else None
-        for step in range(STEPS):
-            with session.minibatch() if session else nullcontext():
-                for m in range(2):
-                    if rank == 0 or not patched:
-                        backward(model, step, rank, m, WEIGHT * (rank == 0))
-            for optimizer in optimizers.values() if not patched else ():
-                use_up(optimizer)
-        if session is not None:
-            assert session.stats().minibatches == STEPS
-            session.close()
+        with odc.patch_fsdp(model) if patched else nullcontext() as session:
+            for step in range(STEPS):
+                with session.minibatch() if session else nullcontext():
+                    for m in range(2):
+                        if rank == 0 or not patched:
+                            backward(model, step, rank, m, WEIGHT * (rank == 0))
+                for optimizer in optimizers.values() if not patched else ():
+                    use_up(optimizer)
+            assert session is None or session.stats().minibatches == STEPS
         found.append(full_parameters(model))
     return largest_difference(found[1], found[0])
 
@@ -434,9 +427,8 @@ def an_optimizer_of_all(rank: int, world_size: int) -> None:
 
 
 def test_an_optimizer_of_several_units_in_a_hook_is_refused() -> None:
-    for result in start_ranks(2, an_optimizer_of_all).join(60):
-        assert result.error_type in ("UnsupportedError", "AbortedError")
-        assert "the optimizer has parameters of other units, whose gradients are not there" in (result.error or "")
+    words = "the optimizer has parameters of other units, whose gradients are not there"
+    assert_all_say(start_ranks(2, an_optimizer_of_all).join(60), words, kinds=["UnsupportedError", "AbortedError"])
 
 
 # What is refused, and what fails
@@ -530,9 +522,7 @@ def too_late(rank: int, world_size: int, how: str) -> None:
     ],
 )
 def test_a_step_by_unit_at_the_wrong_place_says_so(how: str, words: str) -> None:
-    for result in start_ranks(2, too_late, how).join(60):
-        assert result.error_type in ("MisuseError", "AbortedError")
-        assert words in (result.error or "")
+    assert_all_say(start_ranks(2, too_late, how).join(60), words, kinds=["MisuseError", "AbortedError"])
 
 
 def fails_half_way(rank: int, world_size: int) -> None:
@@ -558,5 +548,4 @@ def fails_half_way(rank: int, world_size: int) -> None:
 def test_a_step_that_fails_half_way_ends_the_job_on_all_ranks() -> None:
     results = start_ranks(2, fails_half_way).join(60)
     assert [result.error_type for result in results] == ["AbortedError", "OdcError"]
-    for result in results:
-        assert "KeyError: 'no such state'" in (result.error or "")
+    assert_all_say(results, "KeyError: 'no such state'")

@@ -3,23 +3,22 @@ unfreezing, a discriminator that is frozen first. Nothing is kept for those that
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from process_ranks import assert_one_says, run_ranks, start_ranks
-from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from training import (
     build,
     full_parameters,
-    full_parameters_of_fsdp1,
     largest_difference,
     loss_of,
     optimizer_of,
     shard,
+    sharded_by,
     tokens,
     use_up,
-    wrap,
 )
 
 import odc
@@ -35,38 +34,28 @@ def train(rank: int, world_size: int, fsdp: int, idle: bool, how: str, patched: 
     if fsdp == 2:  # FSDP1 does not train a flat parameter that was frozen as a whole
         net.blocks[1].requires_grad_(False)
         net.embed.requires_grad_(False)
-    model: nn.Module = wrap(net, use_orig_params=True) if fsdp == 1 else shard(net, world_size)
-    session = odc.patch_fsdp(model) if patched else None
-    optimizer = optimizer_of(model)
-    parameters = list(model.parameters())
-    for step in range(6):
-        for name, parameter in model.named_parameters():
-            if any(part in name for part in UNFROZEN.get(step, ())):
-                parameter.requires_grad_(True)
-        is_idle = idle and rank == 1 and step in UNFROZEN
-
-        def microbatch(step: int = step, is_idle: bool = is_idle) -> None:
-            if not (is_idle and patched):
-                (loss_of(model, tokens(step, rank, 0)) * (0.0 if is_idle else 0.05)).backward()
-
-        if how == "block" and session is not None:
-            with session.minibatch():
-                microbatch()
-        else:
-            microbatch()
-        if how == "clipping":
-            clip_grad_norm_(parameters, 0.5)
-        if how == "by unit" and patched:
-            odc.step_by_unit(model, optimizer)
-        else:
-            use_up(optimizer)
-    counts = None
-    if session is not None:
-        counts = session.stats()
-        session.close()
+    model = sharded_by(f"fsdp{fsdp}", net, world_size)
+    with odc.patch_fsdp(model) if patched else nullcontext() as session:
+        optimizer = optimizer_of(model)
+        parameters = list(model.parameters())
+        for step in range(6):
+            for name, parameter in model.named_parameters():
+                if any(part in name for part in UNFROZEN.get(step, ())):
+                    parameter.requires_grad_(True)
+            is_idle = idle and rank == 1 and step in UNFROZEN
+            with session.minibatch() if how == "block" and session is not None else nullcontext():
+                if not (is_idle and patched):
+                    (loss_of(model, tokens(step, rank, 0)) * (0.0 if is_idle else 0.05)).backward()
+            if how == "clipping":
+                clip_grad_norm_(parameters, 0.5)
+            if how == "by unit" and patched:
+                odc.step_by_unit(model, optimizer)
+            else:
+                use_up(optimizer)
+        counts = session.stats() if session is not None else None
     if fsdp == 1:
-        return full_parameters_of_fsdp1(model), counts
-    return {str(i): p.full_tensor().detach() for i, p in enumerate(parameters)}, counts  # type: ignore[attr-defined]
+        return full_parameters(model), counts
+    return {str(i): p.full_tensor().detach() for i, p in enumerate(parameters)}, counts
 
 
 def compared(rank: int, world_size: int, fsdp: int, idle: bool, how: str) -> tuple[float, int]:
@@ -129,20 +118,17 @@ def frozen_in_turn(rank: int, world_size: int, fsdp: int, patched: bool) -> tupl
     net = build(num_blocks=1)
     for name, parameter in net.named_parameters():
         parameter.requires_grad_("bias" in name)
-    model: nn.Module = wrap(net, use_orig_params=True) if fsdp == 1 else shard(net, world_size)
-    session = odc.patch_fsdp(model) if patched else None
-    runtimes = set()
-    optimizer = optimizer_of(model)
-    for step in range(6):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(("bias" in name) == (step % 2 == 0))
-        loss_of(model, tokens(step, rank, 0)).backward()
-        use_up(optimizer)
-        if session is not None:
-            runtimes.add(session._runtime)  # kept, or another one could have its address
-    if session is not None:
-        session.close()
-    return full_parameters_of_fsdp1(model) if fsdp == 1 else full_parameters(model), len(runtimes)
+    model, runtimes = sharded_by(f"fsdp{fsdp}", net, world_size), set()
+    with odc.patch_fsdp(model) if patched else nullcontext() as session:
+        optimizer = optimizer_of(model)
+        for step in range(6):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(("bias" in name) == (step % 2 == 0))
+            loss_of(model, tokens(step, rank, 0)).backward()
+            use_up(optimizer)
+            if session is not None:
+                runtimes.add(session._runtime)  # kept, or another one could have its address
+    return full_parameters(model), len(runtimes)
 
 
 def in_turn(rank: int, world_size: int, fsdp: int) -> tuple[float, int]:

@@ -27,17 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as optimizers
-from training import (
-    build,
-    full_parameters,
-    full_parameters_of_fsdp1,
-    loss_of,
-    optimizer_of,
-    shard,
-    tokens,
-    use_up,
-    wrap,
-)
+from training import build, clip, full_parameters, loss_of, optimizer_of, sharded_by, tokens, use_up
 
 import odc
 import odc.fsdp_patch.session
@@ -46,24 +36,17 @@ KINDS = ["fsdp2", "fsdp1-orig", "fsdp1-flat"]
 
 
 def make(kind: str, world_size: int) -> Any:
-    model = build()
-    if kind == "fsdp2":
-        return shard(model, world_size)
-    return wrap(model, use_orig_params=kind == "fsdp1-orig")
+    return sharded_by(kind, build(), world_size)
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
     (loss_of(model, tokens(number, rank, 0)) * 0.02).backward()
-    if isinstance(model, FullyShardedDataParallel):
-        model.clip_grad_norm_(0.5)
-    else:
-        clip_grad.clip_grad_norm_(model.parameters(), 0.5)
+    clip(model)
     use_up(optimizer)
 
 
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = (full_parameters_of_fsdp1 if isinstance(model, FullyShardedDataParallel) else full_parameters)(model)
-    return {name: torch.as_tensor(value).clone() for name, value in found.items()}
+    return {name: torch.as_tensor(value).clone() for name, value in full_parameters(model).items()}
 
 
 def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
-from training import build, full_parameters_of_fsdp1, largest_difference, loss_of, shard, tokens, use_up, wrap
+from training import (
+    build,
+    evaluated,
+    full_parameters,
+    largest_difference,
+    loss_of,
+    multiply,
+    shard,
+    sharded_by,
+    tokens,
+    use_up,
+)
 
 import odc
 
@@ -33,7 +45,7 @@ class Loop:
     def __init__(self, rank: int, world_size: int, fsdp: int, way: str, patched: bool) -> None:
         self.rank, self.fsdp, self.way, self.patched = rank, fsdp, way, patched
         net = build(num_blocks=1)
-        self.model: nn.Module = wrap(net, use_orig_params=True) if fsdp == 1 else shard(net, world_size)
+        self.model = sharded_by(f"fsdp{fsdp}", net, world_size)
         self.session = odc.patch_fsdp(self.model) if patched else None
         named = list(self.model.named_parameters())
         of_head = [p for name, p in named if "head" in name or "embed" in name]
@@ -47,10 +59,6 @@ class Loop:
         loss = loss_of(self.model, tokens(step, self.rank, 0))
         (loss * (0.0 if idle else 1.0)).backward()
         return loss.detach()
-
-    def evaluate(self) -> None:
-        with torch.no_grad():
-            loss_of(self.model, tokens(99, 0, 0))
 
     def clear(self) -> None:
         for optimizer in self.optimizers:
@@ -105,9 +113,7 @@ def load(loop: Loop, before_clearing: Callable[[], None]) -> None:
 def publish(loop: Loop, before_clearing: Callable[[], None]) -> None:
     loop.step()
     loop.clear()
-    with torch.no_grad():
-        for parameter in loop.model.parameters():
-            parameter.mul_(0.99)
+    multiply(loop.model, 0.99)
     if loop.session is not None:
         loop.session.publish()
     before_clearing()
@@ -133,7 +139,7 @@ def run(loop: Loop, following: str) -> dict[str, Any]:
     def alone() -> None:
         if following == "evaluates" and loop.patched:
             if loop.rank == 0:
-                loop.evaluate()
+                evaluated(loop.model)
             dist.barrier()
 
     for step in range(STEPS):
@@ -142,7 +148,7 @@ def run(loop: Loop, following: str) -> dict[str, Any]:
         dist.all_reduce(loss)  # for the log
         clip_grad_norm_(loop.model.parameters(), 0.5)
         if following == "between" and loop.patched:
-            loop.evaluate()
+            evaluated(loop.model)
         if step % 3 == 2:
             step_and_clear(loop, alone)
         else:
@@ -150,7 +156,7 @@ def run(loop: Loop, following: str) -> dict[str, Any]:
     if loop.session is not None:
         loop.session.close()
     if loop.fsdp == 1:
-        return full_parameters_of_fsdp1(loop.model)
+        return full_parameters(loop.model)
     sharded: list[Any] = [p for optimizer in loop.optimizers for p in optimizer.param_groups[0]["params"]]
     return {str(i): p.full_tensor().detach() for i, p in enumerate(sharded)}  # those of the model may be full ones
 
@@ -187,15 +193,18 @@ def evaluates_on_one_rank(rank: int, world_size: int) -> None:
             loss_of(model, tokens(step, rank, 0)).backward()
             clip_grad_norm_(model.parameters(), 0.5)
             if rank == 0:
-                with torch.no_grad():
-                    loss_of(model, tokens(99, 0, 0))
+                evaluated(model)
             use_up(optimizer)
 
 
 def test_one_rank_that_evaluates_between_clipping_and_step_is_named() -> None:
     results = start_ranks(2, evaluates_on_one_rank, env={"ODC_TIMEOUT": "15"}).join(60)
-    assert_one_says(results, "ProtocolError", "rank 0 has used the model (an evaluation, a checkpoint) between the end")
-    assert_one_says(results, "ProtocolError", "evaluate inside the minibatch, or after optimizer.step()")
+    assert_one_says(
+        results,
+        "ProtocolError",
+        "rank 0 has used the model (an evaluation, a checkpoint) between the end",
+        "evaluate inside the minibatch, or after optimizer.step()",
+    )
 
 
 def changed_on_one_rank(rank: int, world_size: int, publishes: bool) -> None:
@@ -205,12 +214,9 @@ def changed_on_one_rank(rank: int, world_size: int, publishes: bool) -> None:
         loss_of(model, tokens(0, rank, 0)).backward()
         session.finish()
         if rank == 1:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.5)
+            multiply(model, 0.5)
         if publishes:
-            with torch.no_grad():
-                loss_of(model, tokens(1, 0, 0))
+            evaluated(model)
             session.publish()
         loss_of(model, tokens(1, rank, 0)).backward()
         optimizer.step()
@@ -220,20 +226,38 @@ def changed_on_one_rank(rank: int, world_size: int, publishes: bool) -> None:
 def test_parameters_changed_by_hand_on_one_rank_only_get_into_no_step(publishes: bool) -> None:
     results = start_ranks(2, changed_on_one_rank, publishes, env={"ODC_TIMEOUT": "15"}).join(60)
     assert_one_says(
-        results, "ProtocolError", "rank 1 has changed parameters by hand before minibatch 2, rank 0 has not"
+        results,
+        "ProtocolError",
+        "rank 1 has changed parameters by hand before minibatch 2, rank 0 has not",
+        "call odc.session_of(model).publish() on every rank",
     )
-    assert_one_says(results, "ProtocolError", "call odc.session_of(model).publish() on every rank")
+
+
+def load_by_turns(model: nn.Module, rank: int, world_size: int, factor: float = 1.0) -> None:
+    state = {name: value.detach().clone() * factor for name, value in model.state_dict().items()}
+    for one in range(world_size):
+        if one == rank:
+            model.load_state_dict(state)
+        dist.barrier()
+
+
+def loss_of_rank_1(model: nn.Module, session: odc.Session, rank: int) -> float:
+    """Of a minibatch in which rank 0, which was first, perhaps, is idle; as all know it."""
+    loss = torch.zeros(())
+    if rank:
+        loss = loss_of(model, tokens(0, rank, 0))
+        loss.backward()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    session.finish()
+    return float(loss)
 
 
 def load_in_turn(rank: int, world_size: int) -> float:
     """As scripts do whose hosts have memory for one checkpoint at a time."""
     model = shard(build(num_blocks=1), world_size)
     with odc.patch_fsdp(model) as session:
-        state = {name: value.detach().clone() * 0.5 for name, value in model.state_dict().items()}
-        for one in range(world_size):
-            if one == rank:
-                model.load_state_dict(state)
-            dist.barrier()
+        load_by_turns(model, rank, world_size, 0.5)
         loss = loss_of(model, tokens(0, 0, 0))
         session.discard()
     return float(loss.detach())
@@ -241,16 +265,14 @@ def load_in_turn(rank: int, world_size: int) -> float:
 
 def test_ranks_may_load_one_after_the_other() -> None:
     halved = build(num_blocks=1)
-    with torch.no_grad():
-        for parameter in halved.parameters():
-            parameter.mul_(0.5)
+    multiply(halved, 0.5)
     expected = float(loss_of(halved, tokens(0, 0, 0)).detach())
     assert run_ranks(2, load_in_turn, env={"ODC_TIMEOUT": "15"}, timeout_s=60) == pytest.approx([expected] * 2)
 
 
 def change_on_one_rank(rank: int, world_size: int, fsdp: int) -> None:
     net = build(num_blocks=1)
-    model: nn.Module = wrap(net, use_orig_params=True) if fsdp == 1 else shard(net, world_size)
+    model = sharded_by(f"fsdp{fsdp}", net, world_size)
     with odc.patch_fsdp(model) as session:
         if fsdp == 1:
             net.head.bias.data.mul_(0.5)  # it lies on rank 1, and nothing tells of it on rank 0
@@ -263,8 +285,12 @@ def change_on_one_rank(rank: int, world_size: int, fsdp: int) -> None:
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_to_load_or_change_on_one_rank_alone_is_an_error_by_name(fsdp: int) -> None:
     results = start_ranks(2, change_on_one_rank, fsdp, env={"ODC_TIMEOUT": "15"}).join(60)
-    assert_one_says(results, "ProtocolError", "the ranks have ended minibatch 1 in different ways")
-    assert_one_says(results, "ProtocolError", "where that changes nothing on some (through .data, of a parameter that")
+    assert_one_says(
+        results,
+        "ProtocolError",
+        "the ranks have ended minibatch 1 in different ways",
+        "where that changes nothing on some (through .data, of a parameter that",
+    )
 
 
 def wait_in_vain(rank: int, world_size: int) -> None:
@@ -287,20 +313,17 @@ def step_by_hand(rank: int, world_size: int, patched: bool) -> list[float]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, bias=False))
     model[0].requires_grad_(False)
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    session = odc.patch_fsdp(model) if patched else None
-    weight, losses = model[1].weight, []
-    for step in range(4):
-        data = torch.full((2, 4), 1.0 + step + rank)
-        loss = model(data).square().sum()
-        loss.backward()
-        weight.data.add_(weight.grad, alpha=-0.001)
-        weight.grad = None
-        with torch.no_grad():
-            losses.append(float(model(data).sum()))
-        if session is not None:
-            session.publish()
-    if session is not None:
-        session.close()
+    with odc.patch_fsdp(model) if patched else nullcontext() as session:
+        weight, losses = model[1].weight, []
+        for step in range(4):
+            data = torch.full((2, 4), 1.0 + step + rank)
+            model(data).square().sum().backward()
+            weight.data.add_(weight.grad, alpha=-0.001)
+            weight.grad = None
+            with torch.no_grad():
+                losses.append(float(model(data).sum()))
+            if session is not None:
+                session.publish()
     return losses
 
 
@@ -320,41 +343,18 @@ def load_under_a_lock(rank: int, world_size: int, path: str) -> float:
         with open(path, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             model.load_state_dict(state)
-        idle = rank == 0  # it was first, perhaps
-        loss = torch.zeros(()) if idle else loss_of(model, tokens(0, rank, 0))
-        if not idle:
-            loss.backward()
-        loss = loss.detach()
-        dist.all_reduce(loss)
-        session.finish()
-    return float(loss)
+        return loss_of_rank_1(model, session, rank)
 
 
-def test_ranks_may_load_under_a_lock(tmp_path: Path) -> None:
-    expected = float(loss_of(build(num_blocks=1), tokens(0, 1, 0)).detach())
-    found = run_ranks(2, load_under_a_lock, str(tmp_path / "lock"), env={"ODC_TIMEOUT": "20"}, timeout_s=60)
-    assert found == pytest.approx([expected] * 2)
-
-
-def load_in_turn_then_idle(rank: int, world_size: int) -> float:
+def load_in_turn_then_idle(rank: int, world_size: int, path: str) -> float:
     model = shard(build(num_blocks=1), world_size)
     with odc.patch_fsdp(model) as session:
-        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        for one in range(world_size):
-            if one == rank:
-                model.load_state_dict(state)
-            dist.barrier()
-        loss = torch.zeros(())
-        if rank:
-            loss = loss_of(model, tokens(0, rank, 0))
-            loss.backward()
-        loss = loss.detach()
-        dist.all_reduce(loss)
-        session.finish()
-    return float(loss)
+        load_by_turns(model, rank, world_size)
+        return loss_of_rank_1(model, session, rank)
 
 
-def test_a_rank_that_has_loaded_first_may_be_idle_next() -> None:
+@pytest.mark.parametrize("loads", [load_under_a_lock, load_in_turn_then_idle])
+def test_a_rank_that_has_loaded_first_may_be_idle_next(loads: Callable[[int, int, str], float], tmp_path: Path) -> None:
     expected = float(loss_of(build(num_blocks=1), tokens(0, 1, 0)).detach())
-    found = run_ranks(2, load_in_turn_then_idle, env={"ODC_TIMEOUT": "15"}, timeout_s=60)
+    found = run_ranks(2, loads, str(tmp_path / "lock"), env={"ODC_TIMEOUT": "20"}, timeout_s=60)
     assert found == pytest.approx([expected] * 2)

@@ -185,17 +185,24 @@ def run_ranks(
     return [result.value for result in results]
 
 
-def assert_one_says(results: list[RankResult], kind: str, words: str) -> None:
+def assert_one_says(results: list[RankResult], kind: str, *words: str) -> None:
     """A rank fails with ``kind`` and ``words``; another may be told of it."""
     assert all(r.error_type in (kind, "AbortedError", "PeerClosedError") for r in results), results
-    assert any(r.error_type == kind and words in (r.error or "") for r in results), results
+    assert any(r.error_type == kind and all(word in (r.error or "") for word in words) for r in results), results
 
 
-def wait_until(holds: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + 30
+def assert_all_say(results: Sequence[RankResult], *words: str, kinds: Sequence[str] = ()) -> None:
+    """Each has failed with all of these words, and with an error of one of these ``kinds``."""
+    for result in results:
+        assert not kinds or result.error_type in kinds, result
+        assert all(word in (result.error or "nothing was raised") for word in words), (words, result)
+
+
+def wait_until(holds: Callable[[], bool], otherwise: str, timeout_s: float = 150.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, otherwise
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
 def across(rank: int, world_size: int, hosts: int, body: Callable[..., Any], *args: Any) -> Any:

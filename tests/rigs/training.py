@@ -85,6 +85,13 @@ def wrap(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(model, **chosen)
 
 
+def sharded_by(kind: str, model: Net, world_size: int, **of_fsdp1: Any) -> Any:
+    """By FSDP2 ("fsdp2"), or by FSDP1 with parameters as they are ("fsdp1", "fsdp1-orig") or flat ("fsdp1-flat")."""
+    if kind == "fsdp2":
+        return shard(model, world_size)
+    return wrap(model, use_orig_params=kind != "fsdp1-flat", **of_fsdp1)
+
+
 WAYS = ("in place", "small", "staged")
 BOTH = ("small", "staged")
 """The default, for parameters of these sizes, and the other one."""
@@ -115,6 +122,12 @@ def gradient_now(parameter: torch.Tensor) -> torch.Tensor | None:
     return settled(parameter.grad)
 
 
+def read_at_once(flag: torch.Tensor) -> Callable[[], bool]:
+    """A verdict of :class:`odc.fsdp_patch.guard.DeviceComparison` that the host waits for."""
+    found = bool(flag)
+    return lambda: found
+
+
 def tokens(step: int, rank: int, microbatch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step * 10007 + rank * 101 + microbatch)
     return torch.randint(0, 17, (2, 5 + microbatch), generator=generator)
@@ -141,24 +154,58 @@ def start(world_size: int, **options: Any) -> tuple[Any, odc.Session, torch.opti
     return model, odc.patch_fsdp(model), optimizer_of(model)
 
 
+def clip(model: Any, max_norm: float = 0.5) -> torch.Tensor:
+    """As either FSDP wants it; the norm."""
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(max_norm)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
 def use_up(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
-    """As most loops do; the gradients of ``model`` are clipped first."""
+    """As most loops do; the gradients of ``model`` are clipped first, by torch's function."""
     if model is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     optimizer.zero_grad()
 
 
+@torch.no_grad()
+def evaluated(model: nn.Module, rank: int = 0, *, reshards: bool = False) -> torch.Tensor:
+    """The loss of data that nobody trains on, in a forward without a graph; ``reshards`` the root behind it."""
+    loss = loss_of(model, tokens(99, rank, 0))
+    if reshards:
+        reshard(model)
+    return loss
+
+
+def reshard(model: Any) -> None:
+    """FSDP leaves a root gathered behind a forward without a graph, and would go on with what it was."""
+    if not isinstance(model, FullyShardedDataParallel):
+        model.reshard()
+    elif model._handle is not None:
+        model._handle.reshard(True)
+
+
+@torch.no_grad()
+def multiply(model: nn.Module, factor: float) -> None:
+    """All parameters, by hand."""
+    for parameter in model.parameters():
+        parameter.mul_(factor)
+
+
 def train(
-    model: Net,
+    model: nn.Module,
     session: odc.Session | None,
     rank: int,
     world_size: int,
     counts: Sequence[int],
     steps: int = STEPS,
     microbatch_options: Callable[[int, int, int], dict[str, Any]] = lambda step, rank, m: {},
+    *,
+    clips: bool = True,
 ) -> None:
-    """``counts[rank]`` microbatches per step; Adam, clipping; the loss is the mean over all tokens of the step."""
+    """``counts[rank]`` microbatches per step; Adam, clipping; the loss is the mean over all tokens of the step. Without
+    a session, a model that is patched has its minibatches ended by clipping, or by the step."""
     optimizer = optimizer_of(model)
     for step in range(steps):
         scale = world_size / num_tokens(step, counts)
@@ -166,7 +213,9 @@ def train(
             for m in range(counts[rank]):
                 options = microbatch_options(step, rank, m)
                 (loss_of(model, tokens(step, rank, m), **options) * scale).backward()
-        use_up(optimizer, model)
+        if clips:
+            clip(model)
+        use_up(optimizer)
 
 
 def num_tokens(step: int, counts: Sequence[int]) -> int:
@@ -177,6 +226,8 @@ def reference(
     counts: Sequence[int],
     steps: int = STEPS,
     microbatch_options: Callable[[int, int, int], dict[str, Any]] = lambda step, rank, m: {},
+    *,
+    clips: bool = True,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """The same training in one process in float64, without FSDP and without ODC."""
@@ -187,23 +238,24 @@ def reference(
         for rank, count in enumerate(counts):
             for m in range(count):
                 (loss_of(model, tokens(step, rank, m), **microbatch_options(step, rank, m)) * scale).backward()
-        use_up(optimizer, model)
+        use_up(optimizer, model if clips else None)
     return dict(model.state_dict())
 
 
 def full_parameters(model: nn.Module) -> dict[str, Any]:
-    """Unsharded parameters as numpy arrays. Collective."""
+    """Unsharded parameters as numpy arrays, under either FSDP. Collective."""
+    if isinstance(model, FullyShardedDataParallel):
+        return full_parameters_of_fsdp1(model)
     return {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
 
 
 def full_parameters_of_fsdp1(model: nn.Module) -> dict[str, Any]:
-    """As :func:`full_parameters`, under FSDP1. Collective."""
+    """As :func:`full_parameters`, of a model that has such of FSDP1 in it. Collective."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         return {
-            name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", ""): p.detach()
-            .clone()
-            .float()
-            .numpy()
+            name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", ""): (
+                p.detach().float() if p.dtype == torch.bfloat16 else p.detach().clone()
+            ).numpy()
             for name, p in model.named_parameters()
         }
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from training import build, loss_of, optimizer_of, tokens, use_up
+from training import build, evaluated, loss_of, optimizer_of, tokens, use_up
 
 import odc
 from fsdp_scripts.models import Checkpointed
@@ -79,8 +79,7 @@ def frozen(run: Run) -> Outcome:
     run.patch(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2, momentum=0.9)
     scheduler, norms = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), []
-    for number in range(STEPS):
-        run.backward(model, number)
+    for _ in run.steps(model):
         norms.append(step(run, model, optimizer, 0.1))
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.5**STEPS
@@ -98,8 +97,7 @@ def in_turn_with_others(run: Run) -> None:
             use_up(optimizer)
         else:
             step(run, model, optimizer)
-        with torch.no_grad():
-            loss_of(model, tokens(100 + number, 0, 0))
+        evaluated(model)
 
 
 def not_finite(run: Run) -> Outcome:
@@ -122,8 +120,7 @@ def two_models(run: Run) -> None:
         run.backward(first, number)
         run.backward(second, number + 100)
         step(run, first, optimizers[0])
-        optimizers[1].step()
-        optimizers[1].zero_grad()
+        use_up(optimizers[1])
 
 
 def unsharded_rest(run: Run) -> None:
@@ -136,8 +133,7 @@ def unsharded_rest(run: Run) -> None:
     run.patch(model)
     parts = [model.blocks, nn.ModuleList([model.embed, model.head])]  # torch steps each by itself
     optimizer = torch.optim.SGD([{"params": part.parameters()} for part in parts], lr=1e-2, momentum=0.9)
-    for number in range(STEPS):
-        run.backward(model, number)
+    for _ in run.steps(model):
         for parameter in (*model.embed.parameters(), *model.head.parameters()):
             torch.distributed.all_reduce(parameter.grad)
         step(run, model, optimizer)
@@ -203,10 +199,8 @@ def partly_in_backward(run: Run) -> None:
     for parameter in optimizers:
         parameter.register_post_accumulate_grad_hook(update)
     run.patch(model)
-    for number in range(STEPS):
-        run.backward(model, number)
-        rest.step()
-        rest.zero_grad()
+    for _ in run.steps(model):
+        use_up(rest)
 
 
 CASES: dict[str, Case] = {

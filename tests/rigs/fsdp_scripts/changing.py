@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
-from training import loss_of, optimizer_of, tokens, use_up
+from training import evaluated, loss_of, optimizer_of, reshard, tokens, use_up
 
 import odc
 from fsdp_scripts.run import Case, Outcome, Run, with_
@@ -47,22 +47,6 @@ def train(
         with torch.no_grad():
             change(step)
     return {"losses": torch.stack(found)}
-
-
-def evaluated(model: nn.Module, run: Run) -> torch.Tensor:
-    with torch.no_grad():
-        loss = loss_of(model, tokens(99, run.rank, 0))
-    reshard(model)
-    return loss
-
-
-def reshard(model: nn.Module) -> None:
-    """FSDP leaves a root gathered behind a forward without a graph, and would go on with what it was."""
-    if isinstance(model, FullyShardedDataParallel):
-        if model._handle is not None:
-            model._handle.reshard(True)
-    else:
-        model.reshard()  # type: ignore[operator]
 
 
 # Ways to write to parameters
@@ -103,7 +87,7 @@ def teacher(run: Run, write: Write, every: int = 1, limit: float = 1e6) -> Outco
         if limit < 1.0:
             for ours in model.parameters():
                 ours.clamp_(-limit, limit)
-            evaluated(average, run)
+            evaluated(average, run.rank, reshards=True)
 
     def loss(data: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -135,7 +119,7 @@ def averages_evaluated(run: Run, write: Write) -> Outcome:
         for mean, parameter in zip(average, parameters, strict=True):
             mean.lerp_(parameter, 0.3)
         with swapped(parameters, average, write):
-            losses.append(evaluated(model, run))
+            losses.append(evaluated(model, run.rank, reshards=True))
 
     return {**train(run, model, evaluate), "evaluations": torch.stack(losses)}
 
@@ -154,7 +138,7 @@ def averages_taken(run: Run) -> Outcome:
     with torch.no_grad():
         for parameter, total in zip(parameters, mean, strict=True):
             parameter.copy_(total)
-    return {**found, "evaluation": evaluated(model, run)}
+    return {**found, "evaluation": evaluated(model, run.rank, reshards=True)}
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -204,7 +188,7 @@ def schedule_free(run: Run) -> Outcome:
 
     def evaluate(step: int) -> None:
         optimizer.eval()
-        losses.append(evaluated(model, run))
+        losses.append(evaluated(model, run.rank, reshards=True))
         optimizer.train()
 
     return {**train(run, model, evaluate, optimizer=optimizer), "evaluations": torch.stack(losses)}
@@ -323,7 +307,7 @@ def merged_adapters(run: Run) -> Outcome:
         added = [0.1 * parameter.detach().sign() * (step + 1) for parameter in frozen]
         for parameter, delta in zip(frozen, added, strict=True):
             parameter.data.add_(delta)
-        losses.append(evaluated(model, run))
+        losses.append(evaluated(model, run.rank, reshards=True))
         for parameter, delta in zip(frozen, added, strict=True):
             parameter.data.sub_(delta)
 
@@ -341,7 +325,7 @@ def evaluated_alone(run: Run, name: str = "") -> Outcome:
         halved = [0.5 * parameter.detach() for parameter in parameters]
         with swapped(parameters, halved, counted):
             if run.rank == 0 or not run.patched:
-                loss = evaluated(model, run)
+                loss = evaluated(model, run.rank, reshards=True)
                 losses.extend([loss] if run.rank == 0 else [])
             dist.barrier()
 
@@ -363,7 +347,7 @@ def stepped_by_hand(run: Run) -> Outcome:
                 parameter.sub_(parameter.grad, alpha=0.1)
                 parameter.grad = None
         if run.rank == 0 or not run.patched:
-            losses.extend([evaluated(model, run)][: 1 - run.rank])
+            losses.extend([evaluated(model, run.rank, reshards=True)][: 1 - run.rank])
         dist.barrier()
     return {"evaluations": torch.stack(losses)} if losses else {}
 

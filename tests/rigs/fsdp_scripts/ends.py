@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # by name, before anything is patched
 from training import loss_of, optimizer_of, tokens, use_up
@@ -9,34 +11,20 @@ from training import loss_of, optimizer_of, tokens, use_up
 from fsdp_scripts.run import STEPS, Outcome, Run
 
 
-def clipping_by_norm(run: Run) -> Outcome:
-    model, optimizer = run.start()
-    norms = []
-    for _ in run.steps(model):
-        norms.append(clip_grad_norm_(model.parameters(), 0.5).full_tensor())
-        use_up(optimizer)
-    return {"norms": torch.stack(norms)}
+def clipping_by_norm(model: Any) -> torch.Tensor:
+    return clip_grad_norm_(model.parameters(), 0.5)
 
 
-def clipping_twice(run: Run) -> Outcome:
+def clipping_twice(model: Any) -> torch.Tensor:
     """To log the norm first, then to clip one part of the model more than the other."""
-    model, optimizer = run.start()
-    norms = []
-    for _ in run.steps(model):
-        norms.append(clip_grad_norm_(model.parameters(), float("inf")).full_tensor())
-        clip_grad_norm_(model.blocks.parameters(), max_norm=0.1)
-        clip_grad_norm_(model.head.parameters(), max_norm=0.2)
-        use_up(optimizer)
-    return {"norms": torch.stack(norms)}
+    norm = clip_grad_norm_(model.parameters(), float("inf"))
+    clip_grad_norm_(model.blocks.parameters(), max_norm=0.1)
+    clip_grad_norm_(model.head.parameters(), max_norm=0.2)
+    return norm
 
 
-def clipping_by_keyword(run: Run) -> Outcome:
-    model, optimizer = run.start()
-    norms = []
-    for _ in run.steps(model):
-        norms.append(clip_grad_norm_(max_norm=0.5, parameters=model.parameters()).full_tensor())
-        use_up(optimizer)
-    return {"norms": torch.stack(norms)}
+def clipping_by_keyword(model: Any) -> torch.Tensor:
+    return clip_grad_norm_(max_norm=0.5, parameters=model.parameters())
 
 
 def clipping_one_tensor(run: Run) -> Outcome:

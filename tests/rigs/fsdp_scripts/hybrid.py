@@ -12,16 +12,6 @@ def plain(run: Run) -> None:
     train(run, model)
 
 
-def accumulation(run: Run, toggles: bool) -> None:
-    model, optimizer = run.start()
-    for step in range(STEPS):
-        for m in range(3):
-            if toggles:
-                model.set_requires_all_reduce(m == 2)
-            run.backward(model, step, m)
-        use_up(optimizer, model)
-
-
 def without_microbatches(run: Run) -> None:
     """In one minibatch a whole host has nothing to do."""
     model, optimizer = run.start()

@@ -16,15 +16,29 @@ from training import TOLERANCE, loss_of, optimizer_of, tokens, use_up
 from fsdp_scripts.run import STEPS, Case, Outcome, Run
 
 
-def accumulation(run: Run, sync_last_only: bool) -> None:
-    model, optimizer = run.start()
+def accumulation(run: Run, before: Callable[[Any, bool], object] = lambda *_: None, **options: Any) -> None:
+    """``before`` each microbatch the model is told whether it is the last."""
+    model, optimizer = run.start(**options)
     for step in range(STEPS):
         for m in range(3):
-            if sync_last_only:
-                model.set_requires_gradient_sync(m == 2)
-                model.set_is_last_backward(m == 2)
+            before(model, m == 2)
             run.backward(model, step, m)
         use_up(optimizer, model)
+
+
+def sync_last_only(model: Any, is_last: bool) -> None:
+    model.set_requires_gradient_sync(is_last)
+    model.set_is_last_backward(is_last)
+
+
+def reduce_last_only(model: Any, is_last: bool) -> None:
+    """Over replicas."""
+    model.set_requires_all_reduce(is_last)
+
+
+def kept_between(model: Any, is_last: bool) -> None:
+    """Parameters stay whole between the microbatches of a minibatch."""
+    model.set_reshard_after_backward(is_last)
 
 
 def accumulation_without_sync_and_deterministic(run: Run) -> None:

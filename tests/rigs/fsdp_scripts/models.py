@@ -186,16 +186,6 @@ def prefetching(run: Run) -> None:
     train(run, run.patch(model))
 
 
-def kept_after_backward(run: Run) -> None:
-    """Parameters stay whole between the microbatches of a minibatch."""
-    model, optimizer = run.start(reshard_after_forward=False)
-    for step in range(STEPS):
-        for m in range(3):
-            model.set_reshard_after_backward(m == 2)
-            run.backward(model, step, m)
-        use_up(optimizer, model)
-
-
 def toggled_resharding(run: Run) -> None:
     model, optimizer = run.start()
     for step in range(STEPS):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, register_fsdp_forwa
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from training import TOLERANCE, Net, build, loss_of, optimizer_of, tokens, use_up
 
-from fsdp_scripts.run import STEPS, Case, Outcome, Run, full, with_
+from fsdp_scripts.run import STEPS, Case, Outcome, Run, full, norms_of_steps, with_
 
 
 def clipping_what_has_a_gradient(run: Run) -> None:
@@ -27,32 +27,20 @@ def clipping_what_has_a_gradient(run: Run) -> None:
 def scaling_by_hand(run: Run) -> None:
     """As for a loss that is a sum: by the tokens of all ranks, known at the end."""
     model, optimizer = run.start()
-    for step in range(STEPS):
-        for microbatch in range(2):
-            run.backward(model, step, microbatch)
+    for step in run.steps(model, microbatches=2):
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad *= 1.0 / (step + 3)
         use_up(optimizer)
 
 
-def norm_by_hand(run: Run) -> Outcome:
-    model, optimizer = run.start()
-    norms = []
-    for _ in run.steps(model):
-        norms.append(torch.stack([full(p.grad).norm() for p in model.parameters() if p.grad is not None]).norm())
-        use_up(optimizer)
-    return {"norms": torch.stack(norms)}
+def norm_by_hand(model: nn.Module) -> torch.Tensor:
+    return torch.stack([full(p.grad).norm() for p in model.parameters() if p.grad is not None]).norm()
 
 
-def norm_of_a_map(run: Run) -> Outcome:
+def norm_of_a_map(model: nn.Module) -> torch.Tensor:
     """Torch itself takes the gradients out of it."""
-    model, optimizer = run.start()
-    norms = []
-    for _ in run.steps(model):
-        norms.append(full(get_total_norm(map(attrgetter("grad"), model.parameters()))))
-        use_up(optimizer)
-    return {"norms": torch.stack(norms)}
+    return get_total_norm(map(attrgetter("grad"), model.parameters()))
 
 
 def few_trained(run: Run) -> tuple[Net, list[nn.Parameter]]:
@@ -76,9 +64,7 @@ def compiled_scaling(run: Run) -> None:
                 parameter.grad *= factor
 
     compiled = torch.compile(scale, backend="eager")
-    for step in range(STEPS):
-        for microbatch in range(2):
-            run.backward(model, step, microbatch)
+    for step in run.steps(model, microbatches=2):
         compiled(trained, torch.tensor(1.0 / (step + 3)))
         use_up(optimizer)
     torch._dynamo.reset()
@@ -308,7 +294,7 @@ def generating_between_microbatches(run: Run, is_resharded: bool) -> Outcome:
 CASES = {
     "clipping what has a gradient": Case(clipping_what_has_a_gradient),
     "gradients scaled by hand": Case(scaling_by_hand, TOLERANCE),
-    "norm by hand": Case(norm_by_hand),
+    "norm by hand": Case(with_(norms_of_steps, norm_by_hand)),
     "gradients scaled in a compiled function": Case(compiled_scaling, TOLERANCE),
     "compiled step": Case(compiled_step),
     "step by hand": Case(with_(step_by_hand, "by hand")),
@@ -339,7 +325,7 @@ FSDP1_CASES = {
     "generating between microbatches, not resharded": Case(with_(generating_between_microbatches, False), TOLERANCE),
 }
 FSDP2_CASES = {
-    "norm of a map": Case(norm_of_a_map),
+    "norm of a map": Case(with_(norms_of_steps, norm_of_a_map)),
     "forward method": Case(with_(forward_method, False)),
     "forward method inside a forward": Case(with_(forward_method, True)),
 }

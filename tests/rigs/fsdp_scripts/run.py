@@ -56,10 +56,11 @@ class Run:
         (loss * 0.02).backward()
         return loss.detach()
 
-    def steps(self, model: nn.Module) -> Iterator[int]:
-        """Of a loop: each begins with a microbatch."""
+    def steps(self, model: nn.Module, microbatches: int = 1) -> Iterator[int]:
+        """Of a loop: each begins with so many microbatches."""
         for step in range(STEPS):
-            self.backward(model, step)
+            for microbatch in range(microbatches):
+                self.backward(model, step, microbatch)
             yield step
 
     def backward_unless(self, idle: bool, model: nn.Module, step: int) -> None:
@@ -101,6 +102,16 @@ def train(run: Run, model: nn.Module, steps: int = STEPS, **options: Any) -> Non
     for step in range(steps):
         run.backward(model, step, **options)
         use_up(optimizer, model)
+
+
+def norms_of_steps(run: Run, norm: Callable[[Any], torch.Tensor]) -> Outcome:
+    """``norm`` asks for it, and may clip."""
+    model, optimizer = run.start()
+    norms = []
+    for _ in run.steps(model):
+        norms.append(full(norm(model)))
+        use_up(optimizer)
+    return {"norms": torch.stack(norms)}
 
 
 def perform(case: Case, run: Run) -> Outcome:
