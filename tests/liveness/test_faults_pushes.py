@@ -7,13 +7,13 @@ a push, a push that is repeated on the wire. The sums are compared bit by bit.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from thread_ranks import ThreadExchange, begin, run_threads, values
+from watching import until
 
 from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.minibatch.daemon import AccumulationDaemon
@@ -59,14 +59,10 @@ def drain(runtime: Runtime) -> None:
     daemon, transport = runtime._daemon, runtime._transport
     if daemon is not None:
         signal, owners = daemon._acked_at + runtime.topology.rank, range(runtime.topology.world_size)
-        until(lambda: all(transport.has_arrived(owner, signal, daemon.sent) for owner in owners))
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
+        until(
+            lambda: all(transport.has_arrived(owner, signal, daemon.sent) for owner in owners),
+            "a push does not come",
+        )
 
 
 def push_to(runtime: Runtime, owner: int, unit: int, present: list[bool], minibatch: int) -> None:
@@ -196,7 +192,7 @@ def does_wrong(runtime: Runtime, exchange: ThreadExchange, wrong: Callable[[Runt
     if exchange.rank == 1:
         wrong(runtime)
     else:
-        until(lambda: is_refused() or daemon._handled[1] > handled)
+        until(lambda: is_refused() or daemon._handled[1] > handled, "the push does not come")
         assert is_refused(), "it was accepted"
     exchange.all_gather(b"")
 
@@ -204,7 +200,7 @@ def does_wrong(runtime: Runtime, exchange: ThreadExchange, wrong: Callable[[Runt
 def assert_failed(runtime: Runtime, exchange: ThreadExchange, words: str) -> None:
     """The minibatch ends with an error for both, and nobody gets a gradient. A wrong push is for all owners, so it is
     either daemon, or both, that has refused it."""
-    until(lambda: runtime.has_failed or runtime._transport.peers.abort_notice() is not None)
+    until(lambda: runtime.has_failed or runtime._transport.peers.abort_notice() is not None, "nothing has failed")
     who = rf"(rank {exchange.rank} failed earlier|because rank {1 - exchange.rank})"
     with pytest.raises(OdcError, match=f"{who}.*ProtocolError: .*{words}"):
         runtime.finish()

@@ -12,14 +12,13 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from faulty_ranks import NOTICE_S, run_job
 from process_ranks import RankGroup, RankResult, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
-from training import build, loss_of, optimizer_of, tokens, use_up, wrap
+from training import build, clip, loss_of, optimizer_of, tokens, use_up, wrap
 
 import odc
 from odc.bench.harness.warm_launch import WarmLauncher
@@ -56,14 +55,6 @@ def fail(do: str) -> None:
     if do == "raise":
         raise ValueError("sample 17 has no answer")
     os.kill(os.getpid(), signal.SIGKILL if do == "kill" else signal.SIGSTOP)
-
-
-def clip(model: nn.Module) -> None:
-    own = getattr(model, "clip_grad_norm_", None)
-    if own is None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    else:
-        own(0.5)
 
 
 def training(rank: int, world_size: int, kind: str, hosts: int, place: str, do: str, victim: int) -> None:

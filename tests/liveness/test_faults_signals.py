@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from faulty_ranks import NOTICE_S, assert_told, survivors
-from process_ranks import RankGroup, RankResult, across, start_ranks
+from process_ranks import RankGroup, RankResult, across, assert_all_say, start_ranks
 from training import build, loss_of, optimizer_of, shard, tokens, use_up
 from watching import do_before, killed_on_error, scheduler_state, until, written
 
@@ -190,9 +190,7 @@ def test_a_signal_ends_a_rank_that_waits_in_set_up_and_the_others_fail(
 
 def test_a_rank_that_ends_in_set_up_is_named(tmp_path: Path) -> None:
     results = signal_one(SETUP_WAITS[ON_THE_PROCESS_GROUP], signal.SIGTERM, tmp_path)
-    for result in survivors(results):
-        assert result.error_type == "SetupError", result.error
-        assert "rank 1 " in (result.error or "")
+    assert_all_say(survivors(results), "rank 1 ", kinds=["SetupError"])
 
 
 @SIGNALS

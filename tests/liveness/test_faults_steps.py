@@ -13,14 +13,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from process_ranks import across, run_ranks, start_ranks
-from test_faults_pushes import LIMIT_S, NUMEL, create, until
-from thread_ranks import ThreadExchange, begin, publish_all, run_threads, values
+import training
+from process_ranks import across, assert_all_say, run_ranks, start_ranks
+from test_faults_pushes import LIMIT_S, NUMEL, create
+from thread_ranks import ThreadExchange, begin, publish_all, run_threads, sum_of, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.utils import clip_grad_norm_
-from training import build, full_parameters, largest_difference, loss_of, optimizer_of, shard, tokens, use_up, wrap
+from torch.distributed.fsdp import fully_shard
+from training import (
+    build,
+    evaluated,
+    full_parameters,
+    largest_difference,
+    loss_of,
+    optimizer_of,
+    shard,
+    sharded_by,
+    tokens,
+    use_up,
+)
+from watching import until
 
 import odc
 from odc import AbortedError, OdcError, PeerClosedError, ProtocolError, Runtime, limits
@@ -109,7 +121,7 @@ def test_who_still_waits_for_the_end_of_a_minibatch_may_hear_of_a_failure_in_the
                 points.append(point)
                 if point == "wait" and "finish.before_done" in points:
                     waits.set()
-                    until(lambda: runtime._waiter.job.abort_notice() is not None)
+                    until(lambda: runtime._waiter.job.abort_notice() is not None, "rank 0 has not failed")
 
             runtime.faults.hit = hear  # type: ignore[method-assign]
             with pytest.raises(AbortedError, match=r"because rank 0 .*: ValueError: no more"):
@@ -122,9 +134,7 @@ def test_who_still_waits_for_the_end_of_a_minibatch_may_hear_of_a_failure_in_the
 
 
 def sum_is_whole(runtime: Runtime) -> bool:
-    sums = runtime.gradient(0)
-    assert sums is not None
-    return bool((sums[0] == runtime.topology.world_size).all())
+    return bool((sum_of(runtime) == runtime.topology.world_size).all())
 
 
 def test_another_ranks_failure_stays_one_whichever_thread_has_heard_of_it() -> None:
@@ -248,25 +258,23 @@ def clears_instead_of_stepping(rank: int, world_size: int) -> None:
 def test_a_step_that_one_rank_skips_is_refused_and_all_are_told(hosts: int) -> None:
     env = {"ODC_TIMEOUT": "60"}
     results = start_ranks(3, across, hosts, clears_instead_of_stepping, env=env).join(150)
-    for told in results:
-        assert told.error_type in ("ProtocolError", "AbortedError"), told.error
-        assert "rank 1 to throw it away (discard)" in (told.error or "")
+    assert_all_say(results, "rank 1 to throw it away (discard)", kinds=["ProtocolError", "AbortedError"])
 
 
-def steps_on_what_others_keep(rank: int, world_size: int, kind: str, clip: Callable[[nn.Module], None]) -> None:
+def steps_on_what_others_keep(rank: int, world_size: int, kind: str, clip: Callable[[nn.Module], object]) -> None:
     """Gradients are kept once, said explicitly; behind that only those say so who have a microbatch: rank 1 has none,
     and takes its step on what rank 0 has added to."""
     model: Any = build(num_blocks=1)
     if kind == "hybrid":
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     else:
-        model = wrap(model, use_orig_params=True) if kind == "fsdp1" else shard(model, world_size)
+        model = sharded_by(kind, model, world_size)
     with odc.patch_fsdp(model) as session:
         train_on_what_others_keep(rank, model, session, clip)
 
 
 def train_on_what_others_keep(
-    rank: int, model: nn.Module, session: odc.Session, clip: Callable[[nn.Module], None]
+    rank: int, model: nn.Module, session: odc.Session, clip: Callable[[nn.Module], object]
 ) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
@@ -283,12 +291,8 @@ def steps_alone(model: nn.Module) -> None:
     """Without clipping."""
 
 
-def by_norm(model: nn.Module) -> None:
-    """In a collective, in which rank 1 waits for those that wait for it at the end of the next minibatch."""
-    if isinstance(model, FullyShardedDataParallel):
-        model.clip_grad_norm_(0.5)
-    else:
-        clip_grad_norm_(model.parameters(), 0.5)
+by_norm = training.clip
+"""In a collective, in which rank 1 waits for those that wait for it at the end of the next minibatch."""
 
 
 def by_scaler(model: nn.Module) -> None:
@@ -306,7 +310,7 @@ def by_scaler(model: nn.Module) -> None:
     ],
 )
 def test_ranks_that_step_on_gradients_of_different_minibatches_are_told(
-    kind: str, clip: Callable[[nn.Module], None]
+    kind: str, clip: Callable[[nn.Module], object]
 ) -> None:
     ranks = 4 if kind == "hybrid" else 2
     for result in start_ranks(ranks, steps_on_what_others_keep, kind, clip, env={"ODC_TIMEOUT": "300"}).join(150):
@@ -319,7 +323,7 @@ def test_ranks_that_step_on_gradients_of_different_minibatches_are_told(
         assert ".finish() on every rank" in (result.error or "")
 
 
-def fails_and_goes_on(rank: int, world_size: int, clip: Callable[[nn.Module], None]) -> str:
+def fails_and_goes_on(rank: int, world_size: int, clip: Callable[[nn.Module], object]) -> str:
     """As in a notebook: the error is caught, nobody closes the session, and a while later another model is patched."""
     limits.BEAT_S, limits.FAILURE_GRACE_S = 0.01, 0.02  # type: ignore[misc]
     model = shard(build(num_blocks=1), world_size)
@@ -364,9 +368,8 @@ def waits_elsewhere(rank: int, world_size: int) -> None:
 def test_a_rank_that_waits_in_a_collective_of_its_own_is_named(hosts: int) -> None:
     """Each waits for the other, so no limit is waited for. The end of the others ends it too."""
     first, second = start_ranks(2, across, hosts, waits_elsewhere, env={"ODC_TIMEOUT": "600"}).join(150)
-    assert first.error_type == "PeerSilentError", first.error
-    for words in ("rank 1 (host", "minibatch 3", "Cause: rank 1 has waited for", "and rank 0 waits here instead"):
-        assert words in (first.error or "")
+    words = ("rank 1 (host", "minibatch 3", "Cause: rank 1 has waited for", "and rank 0 waits here instead")
+    assert_all_say([first], *words, kinds=["PeerSilentError"])
     assert "ODC_TIMEOUT" not in (first.error or "")
     assert second.error is not None
     assert "killed by the test" not in second.error
@@ -375,8 +378,7 @@ def test_a_rank_that_waits_in_a_collective_of_its_own_is_named(hosts: int) -> No
 def skips_and_is_idle(rank: int, world_size: int, kind: str, clear: str, then: str) -> float:
     """A step is skipped, by clearing. Then rank 1 has no microbatch and goes to a collective of the script at once; or
     rank 0 alone evaluates, and rank 1 waits for it."""
-    model: Any = build(num_blocks=1)
-    model = wrap(model, use_orig_params=True) if kind == "fsdp1" else shard(model, world_size)
+    model = sharded_by(kind, build(num_blocks=1), world_size)
     optimizer = optimizer_of(model)
     total = torch.zeros(())
     with odc.patch_fsdp(model) as session:
@@ -393,8 +395,7 @@ def skips_and_is_idle(rank: int, world_size: int, kind: str, clear: str, then: s
             (model if clear == "module" else optimizer).zero_grad()
             if then == "evaluation" and step == 1:
                 if rank == 0:
-                    with torch.no_grad():
-                        loss_of(model, tokens(9, 0, 0))
+                    evaluated(model)
                 dist.barrier()
         assert session.stats().minibatches == 5
     return float(total)
@@ -432,5 +433,5 @@ def scales_by_hand_and_is_idle(rank: int, world_size: int) -> None:
 
 
 def test_a_rank_that_did_without_gradients_is_named_on_all() -> None:
-    for result in start_ranks(2, scales_by_hand_and_is_idle, env={"ODC_TIMEOUT": "20"}).join(100):
-        assert "rank 1, which had no microbatch, went on without gradients where rank 0" in (result.error or "")
+    results = start_ranks(2, scales_by_hand_and_is_idle, env={"ODC_TIMEOUT": "20"}).join(100)
+    assert_all_say(results, "rank 1, which had no microbatch, went on without gradients where rank 0")

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from thread_ranks import ThreadExchange, run_threads, values
+from thread_ranks import ThreadExchange, of_one_unit, run_threads, values
 
-from odc import ParamSlice, PeerClosedError, Runtime, RuntimeConfig, UnitSpec
+from odc import PeerClosedError, Runtime
 from odc.rank.context import Leaving, shut_down
 
 
@@ -105,10 +104,6 @@ def test_every_part_is_closed_behind_one_that_fails(error: BaseException, caplog
     assert [r.getMessage() for r in caplog.records] == ["odc: while closing, after another error: OSError: the second"]
 
 
-def unit() -> UnitSpec:
-    return UnitSpec("u", 1000, torch.float32, (ParamSlice("w", 1000),))
-
-
 def have_collected(runtime: Runtime, within: str) -> Callable[[], None]:
     """Have garbage collected in the thread of the runtime's links, once the returned function is called; it returns
     then. ``within``: at what the thread takes in."""
@@ -140,8 +135,7 @@ def test_a_runtime_may_be_collected_in_a_thread_of_its_own(within: str) -> None:
     before = descriptors()
 
     def body(exchange: ThreadExchange) -> None:
-        config = RuntimeConfig(timeout_s=60, host_id=f"h{exchange.rank}")
-        runtime = Runtime.create(exchange, [unit()], config)
+        runtime = of_one_unit(exchange, 1000, timeout_s=60, host_id=f"h{exchange.rank}")
         runtime.publish(0, lambda shard: shard.fill_(1.0))
         runtime.begin()
         if exchange.rank == 0:

@@ -62,6 +62,12 @@ class Ranks:
                     shown.looks += shown.waits_for is not None and shown.waits_for < IN_COLLECTIVE
         return None
 
+    def blamed(self) -> tuple[int, int, str, bool]:
+        """By who waits for rank 1, within half a minute."""
+        found = self.blame_within(patience_of(self), 1, 30)
+        assert found is not None
+        return found
+
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
@@ -76,16 +82,14 @@ def patience_of(ranks: Ranks) -> Patience:
 
 
 def test_who_makes_no_progress_is_to_blame_after_the_limit(ranks: Ranks) -> None:
-    found = ranks.blame_within(patience_of(ranks), 1, 30)
-    assert found is not None
+    found = ranks.blamed()
     assert found[:2] == (1, 1)
     assert ranks.now - 100.0 == LIMIT_S + 1
 
 
 def test_the_blame_follows_the_waits(ranks: Ranks) -> None:
     ranks.seen[1].waits_for, ranks.seen[2].waits_for = 2, 3
-    found = ranks.blame_within(patience_of(ranks), 1, 30)
-    assert found is not None
+    found = ranks.blamed()
     assert found[:2] == (1, 3)
 
 
@@ -95,8 +99,7 @@ def test_who_is_stopped_while_it_waits_is_to_blame(stopped: int, ranks: Ranks) -
     for rank, target in ((1, 2), (2, 3), (3, 0)):
         ranks.seen[rank].waits_for = target
     ranks.stopped = {stopped}
-    found = ranks.blame_within(patience_of(ranks), 1, 30)
-    assert found is not None
+    found = ranks.blamed()
     assert found[1] == stopped
     assert "silent" in found[2]
 
@@ -106,8 +109,7 @@ def test_who_is_stopped_while_it_waits_is_to_blame(stopped: int, ranks: Ranks) -
 )
 def test_a_rank_that_is_stopped_in_a_collective_waits_for_nobody(stopped: set[int], fault: str, ranks: Ranks) -> None:
     ranks.seen[1].waits_for, ranks.stopped = IN_COLLECTIVE, stopped
-    found = ranks.blame_within(patience_of(ranks), 1, 30)
-    assert found is not None
+    found = ranks.blamed()
     assert fault in found[2]
 
 
@@ -115,13 +117,12 @@ def test_who_waits_for_a_rank_that_is_not_seen_from_here_is_left_to_judge_it(ran
     ranks.seen[1].waits_for = 77
     assert ranks.blame_within(patience_of(ranks), 1, 100) is None
     ranks.stopped = {1}
-    assert ranks.blame_within(patience_of(ranks), 1, 30) is not None
+    ranks.blamed()
 
 
 def test_ranks_that_all_wait_for_each_other_are_not_waited_for_without_end(ranks: Ranks) -> None:
     ranks.seen[1].waits_for = 0
-    found = ranks.blame_within(patience_of(ranks), 1, 30)
-    assert found is not None
+    found = ranks.blamed()
     assert "wait for each other" in found[2]
 
 
@@ -147,8 +148,7 @@ def test_a_rank_that_waits_for_this_one_in_a_collective_of_all_is_not_waited_for
     for rank, whom in waits_for.items():
         ranks.seen[rank].waits_for = whom
     ranks.stopped = stopped
-    found = ranks.blame_within(patience_of(ranks), 1, 30)
-    assert found is not None
+    found = ranks.blamed()
     assert (ranks.now - 100.0 < LIMIT_S) == is_stuck
     assert ("neither goes on" in found[2]) == is_stuck
     assert found[3] != is_stuck

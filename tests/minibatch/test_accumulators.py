@@ -11,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_ranks import ThreadExchange, begin, publish_all, run_threads, values
+from thread_ranks import ThreadExchange, begin, run_threads, sum_of, values
 
 from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.errors import FaultInjected
 from odc.minibatch.accumulators import Arrived
-from odc.units import Layout
 
 UNITS = [
     UnitSpec("a", 6, torch.float32, (ParamSlice("w", 4), ParamSlice("b", 2), ParamSlice("g", 3))),
@@ -101,9 +100,8 @@ def test_an_interrupted_push_gets_into_no_step(mode: dict, point: str, number: i
     config = RuntimeConfig(timeout_s=10, fault=f"rank=1,point={point},at={number},do=raise", **mode)
 
     def body(exchange: ThreadExchange) -> None:
-        runtime = Runtime.create(exchange, UNITS[1:2], config)
-        begin(runtime)
-        try:
+        with Runtime.create(exchange, UNITS[1:2], config) as runtime:
+            begin(runtime)
             if exchange.rank == 0:
                 runtime.scatter_accumulate(0, torch.ones(18))
             exchange.all_gather(b"")
@@ -119,8 +117,6 @@ def test_an_interrupted_push_gets_into_no_step(mode: dict, point: str, number: i
             if not mode:
                 assert runtime._transport.peers.blocks[0].holder(0) is None
             exchange.all_gather(b"")
-        finally:
-            runtime.close()
 
     values(run_threads(2, body))
 
@@ -142,9 +138,7 @@ def test_who_finds_the_lock_of_a_sum_taken_waits_for_it() -> None:
                 assert runtime._store.collect(0, 1) is None, "rank 1 has added without the lock"
                 peers.blocks[0].unlock(0)
             runtime.finish()
-            found = runtime.gradient(0)
-            assert found is not None
-            assert found[0].tolist() == [1.0] * 9
+            assert sum_of(runtime).tolist() == [1.0] * 9
 
     values(run_threads(2, body))
 
@@ -166,23 +160,7 @@ def test_a_slot_is_given_back_when_its_push_has_been_added() -> None:
             for _ in range(5):
                 runtime.scatter_accumulate(0, torch.ones(18))
             runtime.finish()
-            found = runtime.gradient(0)
-            assert found is not None
-            assert found[0].tolist() == [10.0] * 9
-
-    values(run_threads(2, body))
-
-
-def test_pushes_of_another_minibatch_are_refused() -> None:
-    def body(exchange: ThreadExchange) -> None:
-        runtime = Runtime.create(exchange, UNITS, RuntimeConfig(timeout_s=10))
-        publish_all(runtime)
-        for minibatch in (0, 2):
-            with pytest.raises(ProtocolError, match=f"for minibatch {minibatch}, unit 'a', refused by rank 0"):
-                runtime._store.add(0, 0, (torch.ones(9),), Layout.of(UNITS[0], [9], None), minibatch)
-        assert runtime._store.collect(0, 2) is None
-        exchange.all_gather(b"")
-        runtime.close()
+            assert sum_of(runtime).tolist() == [10.0] * 9
 
     values(run_threads(2, body))
 

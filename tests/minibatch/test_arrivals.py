@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from fake_nvshmem import AsynchronousFakeNvshmemTransport
-from thread_ranks import ThreadExchange, run_threads, values
+from thread_ranks import ThreadExchange, of_one_unit, run_threads, sum_of, values
 
-from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc import Runtime
 from odc.bench.fake.cuda import FakeEngine
 from odc.errors import AbortedError
 from odc.transports.cuda_ipc import CudaIpcTransport
@@ -26,16 +26,18 @@ pytestmark = pytest.mark.usefixtures("fakes")
 NUMEL = 20
 
 
+def with_daemon(exchange: ThreadExchange, **options: Any) -> Runtime:
+    chosen = {"transport": "fake_cuda_streams", "accumulate": "daemon", **options}
+    return of_one_unit(exchange, NUMEL, timeout_s=15, **chosen)
+
+
 def run_two(hosts: int, push: Callable[[Runtime, FakeEngine, ThreadExchange], object]) -> None:
     """One minibatch of two ranks, in which one of them pushes 1, 10, 100, 1000. Both sums must be 1111."""
     assert AsynchronousFakeNvshmemTransport.staging_bytes // 2 >= 4 * NUMEL  # a push takes one half, not both
 
     def body(exchange: ThreadExchange) -> list[float]:
-        units = [UnitSpec("u", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))]
         far = {"transport": "fake_nvshmem_streams", "host_id": f"host{exchange.rank}"}
-        place = far if hosts > 1 else {"transport": "fake_cuda_streams"}
-        options = RuntimeConfig(timeout_s=15, accumulate="daemon", **place)  # type: ignore[arg-type]
-        with Runtime.create(exchange, units, options) as runtime:
+        with with_daemon(exchange, **(far if hosts > 1 else {})) as runtime:
             engine = runtime._transport.engine
             assert isinstance(engine, FakeEngine)
             runtime.publish(0, lambda shard: shard.zero_())
@@ -43,10 +45,9 @@ def run_two(hosts: int, push: Callable[[Runtime, FakeEngine, ThreadExchange], ob
             exchange.all_gather(b"")
             push(runtime, engine, exchange)
             runtime.finish()
-            result = runtime.gradient(0)
-            assert result is not None
+            found = sum_of(runtime)
             assert engine.synchronize(15)
-            return sorted(set(result[0].tolist()))
+            return sorted(set(found.tolist()))
 
     assert values(run_threads(2, body)) == [[1111.0]] * 2
 
@@ -93,9 +94,7 @@ def test_words_that_were_set_free_are_no_arrivals(monkeypatch: pytest.MonkeyPatc
     original = CudaIpcTransport.has_arrived
 
     def body(exchange: ThreadExchange) -> None:
-        units = [UnitSpec("u", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))]
-        options = RuntimeConfig(transport="fake_cuda_streams", timeout_s=15, accumulate="daemon")
-        with Runtime.create(exchange, units, options) as runtime:
+        with with_daemon(exchange) as runtime:
             transport, looks = runtime._transport, list[int]()
 
             def has_arrived(self: CudaIpcTransport, rank: int, index: int, count: int) -> bool:
@@ -127,9 +126,7 @@ def test_however_many_ranks_set_words_free_they_hold_nobody_back() -> None:
     """All that are left do so after a death, and each of them again at its end."""
 
     def body(exchange: ThreadExchange) -> list[bool]:
-        units = [UnitSpec("u", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))]
-        options = RuntimeConfig(transport="fake_cuda_streams", timeout_s=15, accumulate="daemon")
-        with Runtime.create(exchange, units, options) as runtime:
+        with with_daemon(exchange) as runtime:
             transport, reached = runtime._transport, list[bool]()
             for _ in range(2):
                 runtime.publish(0, lambda shard: shard.zero_())

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from fake_nvshmem import AsynchronousFakeNvshmemTransport, registered_fakes
-from thread_ranks import ThreadExchange, _Board, run_threads, values
+from thread_ranks import ThreadExchange, _Board, of_one_unit, run_threads, sum_of, values
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.fake import streams
@@ -349,9 +349,7 @@ def come_to_rest_without_rank_0(mode: str, limit_s: float) -> None:
             runtime.finish()
             late = [1.0, 1.0, 0.0]
             for unit in range(NUM_UNITS):
-                result = runtime.gradient(unit)
-                assert result is not None
-                script.expect("sum", result[0], 3.0 * microbatches + late[unit])
+                script.expect("sum", sum_of(runtime, unit), 3.0 * microbatches + late[unit])
             assert script.engine.synchronize(15)
             assert not script.engine.errors
             assert not script.wrong, script.wrong
@@ -373,9 +371,8 @@ def test_behind_a_stream_that_waits_for_pushes_all_do(monkeypatch: pytest.Monkey
 
 def push_past_an_owner(exchange: ThreadExchange, number: int, is_stuck: bool = True) -> list[float]:
     """Rank 1 pushes ``number`` times, while rank 0's daemon has no turn if it is stuck; what is in the sums then."""
-    unit = UnitSpec("u", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))
-    options = RuntimeConfig(transport="fake_cuda_streams", timeout_s=20, accumulate="daemon")
-    with Runtime.create(exchange, [unit], options) as runtime:
+    options = {"transport": "fake_cuda_streams", "accumulate": "daemon"}
+    with of_one_unit(exchange, NUMEL, timeout_s=20, **options) as runtime:
         engine, release = runtime._transport.engine, threading.Event()
         assert isinstance(engine, FakeEngine)
         if exchange.rank == 0 and is_stuck:
@@ -390,10 +387,9 @@ def push_past_an_owner(exchange: ThreadExchange, number: int, is_stuck: bool = T
         exchange.all_gather(b"")
         release.set()
         runtime.finish()
-        found = runtime.gradient(0)
+        found = sum_of(runtime)
         assert engine.synchronize(15)
-        assert found is not None
-        return found[0].tolist()
+        return found.tolist()
 
 
 def test_pushes_that_find_no_slot_are_kept_and_come_in_later(caplog: pytest.LogCaptureFixture) -> None:
@@ -434,43 +430,9 @@ def impatient(original: Callable[[AccumulationDaemon, float], bool]) -> Callable
     return lambda self, patience_s: original(self, patience_s if self._kept else 0.0)
 
 
-def test_without_memory_to_keep_them_pushes_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner's turn comes after a while, here; where it does not, that is a deadlock, and ends at the time limit."""
-    owners: list[threading.Event] = []
-
-    def no_memory(like: torch.Tensor) -> torch.Tensor:
-        threading.Timer(0.1, owners[0].set).start()
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    unit = UnitSpec("u", NUMEL, torch.float32, (ParamSlice("w", NUMEL),))
-
-    def body(exchange: ThreadExchange) -> list[float]:
-        options = RuntimeConfig(transport="fake_cuda_streams", timeout_s=20, accumulate="daemon")
-        with Runtime.create(exchange, [unit], options) as runtime:
-            engine = runtime._transport.engine
-            assert isinstance(engine, FakeEngine)
-            if exchange.rank == 0:
-                owners.append(threading.Event())
-                engine._stream("daemon").submit(lambda: owners[0].wait(15))
-            exchange.all_gather(b"")
-            runtime.publish(0, lambda shard: shard.zero_())
-            runtime.begin()
-            for value in range(5) if exchange.rank else ():
-                runtime.scatter_accumulate(0, torch.full((2 * NUMEL,), value + 1.0))
-            runtime.finish()
-            found = runtime.gradient(0)
-            assert engine.synchronize(15)
-            assert found is not None
-            return found[0].tolist()
-
-    monkeypatch.setattr(torch, "empty_like", no_memory)
-    assert values(run_threads(2, body)) == [[15.0] * NUMEL] * 2
-
-
 def test_the_buffers_of_a_daemon_are_two_slots_of_each_client() -> None:
     def body(exchange: ThreadExchange) -> int:
-        units = [UnitSpec("u", 100, torch.float32, (ParamSlice("w", 100),))]
-        with Runtime.create(exchange, units, RuntimeConfig(transport="fake_cuda", accumulate="daemon")) as runtime:
+        with of_one_unit(exchange, 100, transport="fake_cuda", accumulate="daemon") as runtime:
             assert runtime._daemon is not None
             slots: SymmetricBuffer = runtime._daemon._slots
             return slots.num_bytes

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from thread_ranks import ThreadExchange, _Board, run_threads, values
+from thread_ranks import ThreadExchange, _Board, begin, publish_all, run_threads, values
 
 from odc import ParamSlice, RuntimeConfig, UnitSpec, limits
 from odc.minibatch.fences import pass_fences
@@ -105,8 +105,7 @@ def test_a_fence_is_over_when_the_ranks_of_all_meshes_have_come() -> None:
     def body(exchange: ThreadExchange) -> None:
         runtime, _ = connect(boards, exchange.rank)
         with runtime:
-            for unit in range(3):
-                runtime.publish(unit, lambda shard: shard.zero_())
+            publish_all(runtime)
             exchange.all_gather(b"")
             if exchange.rank != 1:  # rank 0 and rank 3 wait for it, each on another mesh
                 runtime._protocol.begin_fence(End(EndKind.FENCE))
@@ -133,8 +132,7 @@ def test_who_waits_in_a_fence_does_not_take_a_rank_that_it_does_not_see_for_stil
         runtime, _ = connect(boards, exchange.rank)
         with runtime:
             for _ in range(2):
-                for unit in range(3):
-                    runtime.publish(unit, lambda shard: shard.zero_())
+                publish_all(runtime)
                 if not runtime.stats.minibatches:
                     runtime.begin()
                     time.sleep(1.5 * (exchange.rank == 3))
@@ -151,9 +149,7 @@ def test_ranks_that_end_it_in_different_ways_fail_though_they_share_no_mesh() ->
         runtime, _ = connect(boards, exchange.rank)
         with runtime:
             for _ in range(2):
-                for unit in range(3):
-                    runtime.publish(unit, lambda shard: shard.zero_())
-                runtime.begin()
+                begin(runtime)
                 runtime.finish(End(EndKind.DISCARD if exchange.rank == 3 else EndKind.USE))
 
     for found in run_threads(4, body):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_ranks import ThreadExchange, run_threads, values
+from thread_ranks import ThreadExchange, of_one_unit, run_threads, sum_of, values
 
 from odc import AbortedError, MisuseError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.minibatch.accumulators import AccumulatorStore
@@ -242,10 +242,16 @@ def run_until_it_fails(case: Case) -> None:
         run_case(case)
 
 
-def test_without_the_published_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gathers would read the shard of the minibatch before."""
-    monkeypatch.setattr(MinibatchProtocol, "_await_published", lambda *args: None)
-    with pytest.raises(Violation):
+@pytest.mark.parametrize(
+    ("signal", "raised"),
+    [
+        ("_await_published", Violation),  # gathers read the shard of the minibatch before
+        ("_await_done", (Violation, ProtocolError)),
+    ],
+)
+def test_without_a_signal_the_property_fails(signal: str, raised: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MinibatchProtocol, signal, lambda *args: None)
+    with pytest.raises(raised):
         run_until_it_fails(ADVERSARY)
 
 
@@ -271,8 +277,7 @@ def test_pushes_that_nothing_holds_back_are_refused_or_seen(
 
 def test_ranks_that_end_a_minibatch_in_different_ways_fail_at_once() -> None:
     def body(exchange: ThreadExchange) -> str:
-        spec = UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))
-        with Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10)) as runtime:
+        with of_one_unit(exchange) as runtime:
             runtime.publish(0, lambda out: out.zero_())
             runtime.begin()
             with pytest.raises((ProtocolError, AbortedError)) as caught:
@@ -285,18 +290,11 @@ def test_ranks_that_end_a_minibatch_in_different_ways_fail_at_once() -> None:
         assert "to throw it away (discard)" in text
 
 
-def test_without_the_done_signal_the_property_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MinibatchProtocol, "_await_done", lambda *args: None)
-    with pytest.raises((Violation, ProtocolError)):
-        run_until_it_fails(ADVERSARY)
-
-
 def test_what_a_rank_says_of_its_end_stays_until_all_have_looked() -> None:
     """Rank 1 is done with minibatch 2 before rank 0 looks how it has ended minibatch 1."""
 
     def body(exchange: ThreadExchange) -> None:
-        spec = UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))
-        with Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10)) as runtime:
+        with of_one_unit(exchange) as runtime:
             protocol, look = runtime._protocol, runtime._protocol._check_ends
 
             def look_late() -> None:
@@ -321,8 +319,7 @@ def test_a_fast_rank_is_at_most_one_minibatch_ahead() -> None:
     ends: dict[tuple[int, int], float] = {}
 
     def body(exchange: ThreadExchange) -> None:
-        spec = UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))
-        with Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10)) as runtime:
+        with of_one_unit(exchange) as runtime:
             for minibatch in range(1, 4):
                 runtime.publish(0, lambda out: out.zero_())
                 runtime.begin()
@@ -342,9 +339,7 @@ def test_who_has_changed_nothing_waits_for_nobody(hosts: int) -> None:
     is_through = threading.Event()
 
     def body(exchange: ThreadExchange) -> list[float]:
-        spec = UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))
-        host = f"host{exchange.rank}" if hosts > 1 else ""
-        with Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10, host_id=host)) as runtime:
+        with of_one_unit(exchange, host_id=f"host{exchange.rank}" if hosts > 1 else "") as runtime:
             out = torch.empty(8)
             runtime.publish(0, lambda shard: shard.fill_(exchange.rank + 1.0))
             runtime.begin()
@@ -359,9 +354,7 @@ def test_who_has_changed_nothing_waits_for_nobody(hosts: int) -> None:
                 runtime.scatter_accumulate(0, torch.ones(8))
                 is_through.set()
             runtime.finish()
-            found = runtime.gradient(0)
-            assert found is not None
-            assert found[0].tolist() == [1.0] * 4
+            assert sum_of(runtime).tolist() == [1.0] * 4
             return out.tolist()
 
     assert values(run_threads(2, body))[0] == [1.0] * 4 + [2.0] * 4
@@ -369,8 +362,7 @@ def test_who_has_changed_nothing_waits_for_nobody(hosts: int) -> None:
 
 def test_operations_out_of_turn_are_refused_and_say_what_to_do() -> None:
     def body(exchange: ThreadExchange) -> None:
-        spec = UnitSpec("layers.0", 4, torch.float32, (ParamSlice("w", 4),))
-        runtime = Runtime.create(exchange, [spec], RuntimeConfig(timeout_s=10))
+        runtime = of_one_unit(exchange)
         out = torch.zeros(8)
         with pytest.raises(MisuseError, match="publish every unit first"):
             runtime.begin()
@@ -393,9 +385,7 @@ def test_operations_out_of_turn_are_refused_and_say_what_to_do() -> None:
             runtime.finish()
         assert runtime.state.phase is Phase.FINISHED
         # Each refusal has changed nothing, here or there: the sum is right, and the next minibatch works.
-        result = runtime.gradient(0)
-        assert result is not None
-        assert result[0].tolist() == [2.0 + 2 * exchange.rank] * 4
+        assert sum_of(runtime).tolist() == [2.0 + 2 * exchange.rank] * 4
         runtime.publish(0, lambda shard: shard.zero_())
         with pytest.raises(MisuseError, match="take gradients after finish"):
             runtime.gradient(0)

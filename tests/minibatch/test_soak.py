@@ -23,7 +23,7 @@ import streamed_minibatches
 import test_protocol
 import torch
 from process_ranks import across, run_ranks
-from thread_ranks import ThreadExchange, run_threads, values
+from thread_ranks import ThreadExchange, begin, run_threads, sum_of, values
 
 from odc import OdcError, ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.setup.agreement import ProcessGroupExchange
@@ -58,9 +58,7 @@ def train(runtime: Runtime, num_microbatches: int = 1) -> None:
     runtime.finish()
     addends = [r + m % 7 + 1 for r in range(world_size) for m in range(num_microbatches)]
     for unit in range(len(runtime.units)):
-        result = runtime.gradient(unit)
-        assert result is not None
-        assert bool((result[0] == float(sum(addends))).all())
+        assert bool((sum_of(runtime, unit) == float(sum(addends))).all())
 
 
 @dataclass(frozen=True)
@@ -225,6 +223,16 @@ def begin_at(runtime: Runtime, exchange: ThreadExchange, number: int) -> None:
     exchange.all_gather(b"")  # nobody signals before everybody counts from there
 
 
+def run_from(number: int, make_run: Callable[[ThreadExchange], Any], num_minibatches: int) -> None:
+    def body(exchange: ThreadExchange) -> int:
+        run = make_run(exchange)
+        begin_at(run.runtime, exchange, number)
+        run.run()
+        return run.runtime.minibatch
+
+    assert values(run_threads(2, body)) == [number + num_minibatches] * 2
+
+
 LIMITS = [2**31 - 3, 2**32 - 3, 2**53 - 3]
 
 
@@ -236,13 +244,7 @@ def test_counters_pass_their_limits(mode: tuple[str, bool], hosts: int, number: 
     """Minibatches, signals, pushes, requests and progress across 31, 32 and 53 bits: every push and version counts."""
     case = test_protocol.Case(((1, 2), (2, 0), (0, 1), (1, 1), (2, 1), (1, 1)), 2, 0, 0.0, mode, hosts=hosts)
 
-    def body(exchange: ThreadExchange) -> int:
-        run = test_protocol.RankRun(case, exchange)
-        begin_at(run.runtime, exchange, number)
-        run.run()
-        return run.runtime.minibatch
-
-    assert values(run_threads(2, body)) == [number + len(case.counts)] * 2
+    run_from(number, lambda exchange: test_protocol.RankRun(case, exchange), len(case.counts))
 
 
 @pytest.mark.parametrize("number", LIMITS)
@@ -253,13 +255,7 @@ def test_words_of_streams_pass_their_limits(hosts: int, mode: tuple[str, bool], 
     counts = ((1, 2), (2, 1), (1, 1), (1, 1), (2, 1), (1, 1))
     case = streamed_minibatches.Case(counts, 2, 0, mode, hosts=hosts, slow=slow)
 
-    def body(exchange: ThreadExchange) -> int:
-        run = streamed_minibatches.RankRun(case, exchange)
-        begin_at(run.runtime, exchange, number)
-        run.run()
-        return run.runtime.minibatch
-
-    assert values(run_threads(2, body)) == [number + len(counts)] * 2
+    run_from(number, lambda exchange: streamed_minibatches.RankRun(case, exchange), len(counts))
 
 
 @pytest.mark.parametrize("start", [2**31 - 2, 2**32 - 2])
@@ -287,9 +283,7 @@ def test_a_rank_that_has_not_looked_for_long_reads_the_right_version(hosts: int)
         config = RuntimeConfig(timeout_s=20, host_id=f"host{exchange.rank}" if hosts > 1 else "")
         with Runtime.create(exchange, units_of(16), config) as runtime:
             for _ in range(300):
-                for unit in range(2):
-                    runtime.publish(unit, lambda out: out.zero_())
-                runtime.begin()
+                begin(runtime)
                 runtime.finish()
             exchange.all_gather(b"")
             posted = runtime._transport.count(1 - exchange.rank, 0)
@@ -349,9 +343,7 @@ def test_a_closed_runtime_can_be_closed_again_and_not_used(options: dict[str, An
         runtime = Runtime.create(exchange, units_of(16), config)
         train(runtime)
         if within:
-            for unit in range(2):
-                runtime.publish(unit, lambda out: out.zero_())
-            runtime.begin()
+            begin(runtime)
             runtime.gather(0, torch.empty(32))
         exchange.all_gather(b"")
         for _ in range(3):
@@ -375,9 +367,7 @@ def test_what_a_closed_runtime_has_given_out_stays_readable(options: dict[str, A
     def body(exchange: ThreadExchange) -> None:
         runtime = Runtime.create(exchange, units_of(1 << 20, 1), RuntimeConfig(timeout_s=20, **options))
         train(runtime)
-        result = runtime.gradient(0)
-        assert result is not None
-        kept, shard = result[0], runtime.published_shard(0)
+        kept, shard = sum_of(runtime), runtime.published_shard(0)
         exchange.all_gather(b"")
         runtime.close()
         del runtime
@@ -443,18 +433,14 @@ def forking(rank: int, world_size: int, options: dict[str, Any], names: list[str
         train(runtime)
         between = in_child(lambda name=name: CHILDREN[name](runtime))  # type: ignore[misc]
         train(runtime)
-        for unit in range(2):
-            runtime.publish(unit, lambda out: out.fill_(rank))
-        runtime.begin()
+        begin(runtime)
         runtime.gather(0, torch.empty(32))
         runtime.scatter_accumulate(0, torch.ones(32))
         within = in_child(lambda name=name: CHILDREN[name](runtime))  # type: ignore[misc]
         codes.append((between, within))
         runtime.scatter_accumulate(0, torch.ones(32))
         runtime.finish()
-        result = runtime.gradient(0)
-        assert result is not None
-        assert bool((result[0] == 2.0 * world_size).all())
+        assert bool((sum_of(runtime) == 2.0 * world_size).all())
     for _ in range(3):
         train(runtime, 2)
     assert not runtime.has_failed

@@ -112,18 +112,21 @@ def test_a_slow_stream_breaks_nothing_across_hosts(deterministic: bool, blind: b
 
 # Signals of each of 2 ranks, 2 units: published 0-1, done 2, open 3, posted 4, acknowledged 5-6.
 @pytest.mark.parametrize(
-    ("signals", "case"),
+    ("signals", "case", "hosts"),
     [
-        (range(2), ADVERSARY),
-        (range(3, 4), replace(ADVERSARY, mode=("direct", False), blind=True)),
-        (range(2, 3), SLOW_READER),
+        pytest.param(range(2), ADVERSARY, 1, id="published"),
+        pytest.param(range(3, 4), replace(ADVERSARY, mode=("direct", False), blind=True), 1, id="open"),
+        pytest.param(range(2, 3), SLOW_READER, 1, id="done"),
+        pytest.param(range(2), ADVERSARY, 2, id="published across hosts"),
+        pytest.param(range(2, 3), SLOW_READER, 2, id="done across hosts"),
     ],
-    ids=["published", "open", "done"],
 )
-def test_without_one_order_wrong_numbers_are_seen(signals: range, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_order(monkeypatch, CudaIpcTransport, signals)
+def test_without_one_order_wrong_numbers_are_seen(
+    signals: range, case: Case, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_order(monkeypatch, NvshmemTransport if hosts > 1 else CudaIpcTransport, signals)
     with pytest.raises(Violation):
-        run_seeds(case)
+        run_seeds(replace(case, hosts=hosts))
 
 
 @pytest.mark.parametrize("signals", [range(4, 5), range(5, 7)], ids=["posted", "acknowledged"])
@@ -144,17 +147,6 @@ def test_without_looking_for_arrivals_wrong_numbers_are_seen(signals: range, mon
 
     with pytest.raises((Violation, OdcError)):  # a slot filled anew has another push's header, too
         run()
-
-
-@pytest.mark.parametrize(
-    ("signals", "case"), [(range(2), ADVERSARY), (range(2, 3), SLOW_READER)], ids=["published", "done"]
-)
-def test_without_one_order_wrong_numbers_are_seen_across_hosts(
-    signals: range, case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_order(monkeypatch, NvshmemTransport, signals)
-    with pytest.raises(Violation):
-        run_seeds(replace(case, hosts=2))
 
 
 def test_staging_memory_is_one_streams_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

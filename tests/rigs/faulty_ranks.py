@@ -12,7 +12,7 @@ from typing import Any
 
 from process_ranks import RankResult
 from training import build, full_parameters, loss_of, shard, start, tokens, train, use_up
-from watching import until, wait_for_all
+from watching import scheduler_state, until, wait_for_all
 
 import odc
 from odc.bench.harness import warm_launch
@@ -156,11 +156,4 @@ def session_members(session_id: int) -> list[int]:
 
 def alive_members(session_id: int) -> list[int]:
     """Members that are not mere zombies waiting for whoever adopted them."""
-    return [pid for pid in session_members(session_id) if "State:\tZ" not in process_status(pid)]
-
-
-def process_status(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return "State:\tZ"
+    return [pid for pid in session_members(session_id) if scheduler_state(pid) != "Z"]

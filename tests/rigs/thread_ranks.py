@@ -13,8 +13,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from odc import AbortedError
-from odc.minibatch.runtime import Runtime
+import torch
+
+from odc import AbortedError, ParamSlice, Runtime, RuntimeConfig, UnitSpec
 
 T = TypeVar("T")
 
@@ -99,6 +100,19 @@ def values(results: list[T | BaseException]) -> list[T]:
     if failures:
         raise failures[0]
     return [r for r in results if not isinstance(r, BaseException)]
+
+
+def of_one_unit(exchange: ThreadExchange, numel: int = 4, *, timeout_s: float = 10, **options: Any) -> Runtime:
+    """Of one parameter."""
+    unit = UnitSpec("u", numel, torch.float32, (ParamSlice("w", numel),))
+    return Runtime.create(exchange, [unit], RuntimeConfig(timeout_s=timeout_s, **options))
+
+
+def sum_of(runtime: Runtime, unit: int = 0) -> torch.Tensor:
+    """To which some rank has pushed in the minibatch that has ended."""
+    found = runtime.gradient(unit)
+    assert found is not None
+    return found[0]
 
 
 def publish_all(runtime: Runtime) -> None:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from process_ranks import RankGroup
-
-
-def until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 150.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.01)
+from process_ranks import wait_until as until
 
 
 def wait_for_all(path: Path, world_size: int) -> None:
