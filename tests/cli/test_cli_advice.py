@@ -6,26 +6,13 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from cli_calls import plan, printed, saved, timings, words
 
-from odc.cli.app import app
 from odc.cli.output import gigabytes, significant
 
 SMALL = ["--samples", "1024", "--minibatches", "16", "--model", "qwen2.5-1.5b", "--no-reorder"]
 BOTH = ["--policy", "lb-micro", "--policy", "lb-mini"]
-
-
-def call(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, [*arguments])
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def plan(*arguments: str) -> dict[str, object]:
-    return json.loads(call("plan", *arguments, "--json").stdout)
 
 
 def advice(*arguments: str) -> str:
@@ -51,7 +38,7 @@ def test_no_gain_is_called_so() -> None:
 @pytest.mark.parametrize(("longest", "size"), [(5_000, 4), (10_000, 8)])
 def test_one_sample_each_hints_at_the_minibatch_size(longest: int, size: int, tmp_path: Path) -> None:
     """One sample of 8 takes x times as long: the mean rank has (7 + x)n / 8, above x from n = 3.3 and 4.7."""
-    text = advice(_saved(tmp_path / "a.npy", [1000] * 7 + [longest]), *SMALL[2:], "--minibatch-size", "1")
+    text = advice(saved(tmp_path / "a.npy", [*[1000] * 7, longest] * 256), *SMALL[2:], "--minibatch-size", "1")
     assert "longest samples hold ODC back" in text
     assert f"with --minibatch-size {size}, in fewer than half. --context-parallel divides them." in text
 
@@ -76,13 +63,13 @@ def test_somebody_who_may_reorder_and_one_who_may_not() -> None:
     varies = {order: each["variation_of_lengths"] for order, each in found["orders"].items()}
     assert varies["grouped"] < varies["shuffled"] / 2
     assert f"vary by {varies['grouped']:.0%} of their mean, not {varies['shuffled']:.0%}" in text
-    table = call("plan", "longalign", "--samples", "1024").stdout
+    table = printed("plan", "longalign", "--samples", "1024")
     assert table.index("│ lengths grouped │") < table.index("│ packed by TRL   │")
 
 
 @pytest.mark.parametrize("policies", [[], ["--policy", "lb-mini"], ["--policy", "none"]])
 def test_orders_of_few_policies_and_equal_lengths(policies: list[str], tmp_path: Path) -> None:
-    text = advice(_saved(tmp_path / "a.npy", [1000] * 8), *policies)
+    text = advice(saved(tmp_path / "a.npy", [1000] * 2048), *policies)
     assert text.startswith("With samples shuffled, ")
     assert "Steps of like lengths (group_by_length) would bring less than 2% more." in text
 
@@ -99,30 +86,23 @@ def test_what_a_microbatch_costs_besides() -> None:
     for before, after in zip(free["policies"], paid["policies"], strict=True):
         assert 32 / after["samples_per_s"] == pytest.approx(32 / before["samples_per_s"] + 4 * 0.5)
     assert "0.5 s for each microbatch" in paid["costs"]
-    assert (
-        "0.5 s for each"
-        in call("simulate", "aime", "--factor", "devices", "--values", "2", "--microbatch-cost", "0.5").stdout
+    assert "0.5 s for each" in printed(
+        "simulate", "aime", "--factor", "devices", "--values", "2", "--microbatch-cost", "0.5"
     )
 
 
 def test_the_hint_without_a_size_that_is_enough(tmp_path: Path) -> None:
     lengths = [10] * 63 + [1_000_000]
-    text = advice(_saved(tmp_path / "a.npy", lengths, 16), *SMALL[2:], "--world-size", "64", "--minibatch-size", "1")
+    text = advice(saved(tmp_path / "a.npy", lengths * 16), *SMALL[2:], "--world-size", "64", "--minibatch-size", "1")
     assert text.endswith("a larger minibatch would hide them. --context-parallel divides them.")
-    equal = advice(_saved(tmp_path / "b.npy", [1000] * 8), *SMALL[2:], "--minibatch-size", "1")
+    equal = advice(saved(tmp_path / "b.npy", [1000] * 2048), *SMALL[2:], "--minibatch-size", "1")
     assert "longest samples" not in equal
-
-
-def _saved(path: Path, pattern: list[int], times: int = 256) -> str:
-    np.save(path, np.array(pattern * times))
-    return str(path)
 
 
 def test_where_only_fsdp_fits_it_is_advised(tmp_path: Path) -> None:
     """32B on eight H100s: ODC's own memory is what is too much."""
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("\n".join(["900", "300", "200", "100"] * 64))
-    found = plan(str(lengths), "--model", "qwen2.5-32b", "--world-size", "8", "--max-tokens", "1000", "--no-reorder")
+    lengths = saved(tmp_path / "a.npy", [900, 300, 200, 100] * 64)
+    found = plan(lengths, "--model", "qwen2.5-32b", "--world-size", "8", "--max-tokens", "1000", "--no-reorder")
     fits = {row["comm"]: row["fits"] for row in found["policies"]}
     assert fits == {"collective": True, "odc": False}
     assert found["recommendation"].startswith("Stay with FSDP and ")
@@ -185,29 +165,27 @@ def test_memory_is_rounded_up() -> None:
 
 
 def test_the_table_names_its_baseline_and_one_unit(tmp_path: Path) -> None:
-    lengths = tmp_path / "a.txt"
-    lengths.write_text("3\n5\n" * 500)
-    timings = tmp_path / "t.csv"
-    timings.write_text("length,seconds\n1,0.00001\n2,0.00002\n4,0.00004\n8,0.00008\n")
-    text = call("plan", str(lengths), "--timings", str(timings), "--policy", "all", "--world-size", "64").stdout
+    lengths = saved(tmp_path / "a.npy", [3, 5] * 500)
+    measured = timings(tmp_path / "t.csv", (1, 2, 4, 8), lambda tokens: tokens / 1e5)
+    text = printed("plan", lengths, "--timings", measured, "--policy", "all", "--world-size", "64")
     assert "speedup over lb-micro with FSDP" in text
     assert "GiB" not in text
     assert "e+0" not in text
     assert max(map(len, text.splitlines())) <= 80
     costs = " ".join(text.split("Costs:")[1].split("(")[0].split())
     assert ":" not in costs
-    title = call("plan", "aime", *SMALL, "--policy", "none").stdout
+    title = printed("plan", "aime", *SMALL, "--policy", "none")
     assert "speedup over none with FSDP" in title
-    assert "the best FSDP plan" in call("plan", "longalign", *SMALL).stdout.replace("\n", " ")
+    assert "the best FSDP plan" in words("plan", "longalign", *SMALL)
 
 
 def test_simulate_says_what_it_uses(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("10\n" * 300)
     arguments = ("simulate", str(path), "--factor", "devices", "--values", "2")
-    assert call(*arguments).stdout.startswith("300 samples, 3,000 tokens; ")
-    text = " ".join(call(*arguments, "--samples", "100").stdout.split())
+    assert printed(*arguments).startswith("300 samples, 3,000 tokens; ")
+    text = words(*arguments, "--samples", "100")
     assert "100 samples with 1,000 tokens are used" in text
-    found = json.loads(call(*arguments, "--samples", "100", "--json").stdout)
+    found = json.loads(printed(*arguments, "--samples", "100", "--json"))
     assert (found["samples_read"], found["samples_used"]) == (300, 100)
-    assert "of a file" in " ".join(call("simulate", "--help").stdout.replace("│", " ").split())
+    assert "of a file" in words("simulate", "--help")

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
+from cli_calls import call, printed
 from doctor_rows import ERROR, H200, MISSING, NOT_NEEDED, OK, WARNING, says
-from typer.testing import CliRunner
 
-from odc.cli.app import app
 from odc.cli.doctor import checks as doctor_transports
 from odc.cli.doctor.checks import CHECKS, Check, examine
 from odc.cli.doctor.command import verdict
@@ -25,10 +23,6 @@ from odc.cli.doctor.nvshmem import RdmaPort
 from odc.cli.doctor.software import Facts, TorchBuild
 from odc.config import foreign_variables
 from odc.transports import registry
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["doctor", *arguments])
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +48,7 @@ def call_limited(which: int, most: int, *arguments: str, **environ: str) -> tupl
             os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # an interpreter that starts has few descriptors
             os.environ.update(environ)
             resource.setrlimit(which, (most, most))
-            result = call(*arguments)
+            result = call("doctor", *arguments)
             with open(3, "w") as pipe:
                 pipe.write(result.stdout)
             os._exit(result.exit_code)
@@ -130,7 +124,7 @@ def test_an_error_that_only_gpus_have_is_no_word_on_cpu_training() -> None:
 
 def test_a_variable_that_set_up_refuses_is_a_red_row(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "1")
-    result = call("--json")
+    result = call("doctor", "--json")
     row = rows(result.stdout)["NVSHMEM options"]
     assert (row["status"], result.exit_code) == ("error", 1)
     assert "NVSHMEM_IB_ENABLE_IBGDA='1' lets GPUs drive the network card" in row["found"]
@@ -199,9 +193,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_a_machine_with_gpus_and_nothing_installed() -> None:
-    result = call("--json")
-    assert result.exit_code == 0, result.output
-    found = rows(result.stdout)
+    found = rows(printed("doctor", "--json"))
     for name in ("triton", "cupy", "nvshmem4py", "CUDA IPC", "CUDA transport"):
         assert (found[name]["status"], bool(found[name]["advice"])) == ("missing", True)
     assert "odc-fsdp[cuda13]" in found["cupy"]["advice"]
@@ -213,7 +205,7 @@ def test_nvshmem_is_not_asked_for_where_there_is_no_network_for_it(monkeypatch: 
     monkeypatch.setattr("odc.cli.doctor.nvshmem.read_ports", tuple)
     monkeypatch.setattr("odc.cli.doctor.nvshmem.find_host", lambda *_: None)
     monkeypatch.setattr("odc.cli.doctor.nvshmem.find_bitcode", lambda *_: None)
-    found = rows(call("--json").stdout)
+    found = rows(printed("doctor", "--json"))
     for name in ("nvshmem4py", "NVSHMEM library", "NVSHMEM bitcode"):
         assert found[name]["status"] == "not needed"
         assert found[name]["advice"].startswith("For GPUs of several hosts: pip install ")
@@ -222,13 +214,12 @@ def test_nvshmem_is_not_asked_for_where_there_is_no_network_for_it(monkeypatch: 
 
 @pytest.mark.usefixtures("gpus")
 def test_the_table_fits_80_columns() -> None:
-    result = call()
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    text = printed("doctor")
+    lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert any("15: ........xxxxxxx- " in line for line in lines)
     assert sum("-> pip install 'odc-fsdp[cuda13]'" in line for line in lines) >= 3
-    words = " ".join(result.stdout.split())
+    words = " ".join(text.split())
     assert words.startswith("This machine can train on CPU ranks. It cannot train on GPUs. Do (")
     assert "cupy, CUDA IPC" in words.partition("): pip install 'odc-fsdp[cuda13]'")[0]  # once for all that it mends
     assert "Warnings, see below: " in words.partition("┏")[0]
@@ -236,12 +227,12 @@ def test_the_table_fits_80_columns() -> None:
 
 def test_what_is_not_needed_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("odc.cli.doctor.software.read_driver", CudaDriver)
-    few, everything = call().stdout, call("--all").stdout
+    few, everything = printed("doctor"), printed("doctor", "--all")
     assert few.startswith("This machine can train on CPU ranks. It cannot train on GPUs: it has none.")
     assert "not needed" not in few
     assert everything.count("not needed") > 3
     assert f"{everything.count('not needed')} rows more" in few
-    assert json.loads(call("--json").stdout)["trains"] == {"cpu": True, "gpu": False}
+    assert json.loads(printed("doctor", "--json"))["trains"] == {"cpu": True, "gpu": False}
 
 
 def test_gpus_work_where_a_transport_serves_them() -> None:
@@ -254,16 +245,14 @@ def test_gpus_work_where_a_transport_serves_them() -> None:
 def test_text_from_outside_is_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice("[red]H200[/nonsense]", 1 << 30, (9, 0))
     monkeypatch.setattr("odc.cli.doctor.software.read_driver", lambda: CudaDriver("580", "13.0", (device,)))
-    result = call()
-    assert result.exit_code == 0, result.output
-    assert "[red]H200[/nonsense]" in result.stdout
+    assert "[red]H200[/nonsense]" in printed("doctor")
 
 
 def test_status_1_if_something_required_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("odc.cli.doctor.software.read_torch", lambda: TorchBuild("2.8.0"))
-    result = call("--json")
+    result = call("doctor", "--json")
     assert (result.exit_code, json.loads(result.stdout)["ok"]) == (1, False)
-    result = call()
+    result = call("doctor")
     assert result.exit_code == 1
     assert result.stdout.startswith("This machine cannot train on CPU ranks or GPUs")
     assert "Do (torch): " in result.stdout
@@ -314,9 +303,8 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
 
 
 def test_help_teaches() -> None:
-    result = call("--help")
-    assert result.exit_code == 0
-    examples = [line for line in result.stdout.splitlines() if "odc doctor" in line and "Usage" not in line]
+    text = printed("doctor", "--help")
+    examples = [line for line in text.splitlines() if "odc doctor" in line and "Usage" not in line]
     assert len(examples) == 2
     assert max(map(len, map(str.rstrip, examples))) < 70
-    assert "doctor" in CliRunner().invoke(app, ["--help"]).stdout
+    assert "doctor" in printed("--help")

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from cli_calls import call, error, saved
 
 from odc.balance import preset_names
-from odc.cli.app import app
 
 LONG = "x" * 5000
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, [*arguments])
-
-
-def error(*arguments: str) -> str:
-    """The one line that the command prints."""
-    result = call(*arguments)
-    assert result.exit_code == 2, result.output
-    assert not result.stdout
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1, result.stderr
-    return lines[0]
 
 
 @pytest.fixture
@@ -140,11 +123,10 @@ def test_values_of_simulate_are_finite(value: str) -> None:
 
 
 def test_too_few_samples(tmp_path: Path) -> None:
-    path = tmp_path / "a.npy"
-    np.save(path, np.full(100, 10))
-    assert error("plan", str(path), "--world-size", "64").endswith("lower --minibatch-size or --world-size")
+    path = saved(tmp_path / "a.npy", [10] * 100)
+    assert error("plan", path, "--world-size", "64").endswith("lower --minibatch-size or --world-size")
     assert error("plan", "aime", "--samples", "9").endswith("or raise --samples")
-    found = error("simulate", str(path), "--factor", "devices", "--values", "2,64")
+    found = error("simulate", path, "--factor", "devices", "--values", "2,64")
     assert "4 samples on each of 64 ranks at devices=64" in found
 
 

@@ -6,14 +6,14 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
+import cli_calls
 import numpy as np
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from cli_calls import plan, printed, timings, words
 
 from odc.balance import Scenario, TransformerCost
-from odc.cli.app import app
 from odc.cli.costs import make_training
 from odc.cli.lengths import some_of
 from odc.cli.modalities import encoder_flops, parse_modalities, read_dataset
@@ -28,14 +28,8 @@ FLOPS_PER_S = 0.4 * 989e12
 Record = dict[str, object]
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["plan", *arguments])
-
-
-def plan_json(*arguments: str) -> dict[str, object]:
-    result = call(*arguments, *MODEL, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+def plan_json(*arguments: str) -> dict[str, Any]:
+    return plan(*arguments, *MODEL)
 
 
 def rows(found: dict[str, object]) -> dict[tuple[str, str], dict[str, object]]:
@@ -43,11 +37,7 @@ def rows(found: dict[str, object]) -> dict[tuple[str, str], dict[str, object]]:
 
 
 def error(*arguments: str) -> str:
-    result = call(*arguments, *MODEL)
-    assert result.exit_code == 2, result.output
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1, result.stderr
-    return lines[0]
+    return cli_calls.error("plan", *arguments, *MODEL)
 
 
 def write(path: Path, records: list[Record]) -> str:
@@ -69,9 +59,9 @@ def mix(tmp_path: Path) -> str:
 
 
 def test_table_fits_80_columns(mix: str) -> None:
-    result = call(mix, "--modality", VISION, "--modality", AUDIO, *MODEL, "--ranks-per-node", "4", "--minibatches", "3")
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    both = ("--modality", VISION, "--modality", AUDIO, *MODEL)
+    text = printed("plan", mix, *both, "--ranks-per-node", "4", "--minibatches", "3")
+    lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     table = [re.split(r" *│ *", line)[1:-1] for line in lines if line.startswith("│")]
     assert [row[:2] for row in table] == [
@@ -81,7 +71,7 @@ def test_table_fits_80_columns(mix: str) -> None:
     assert {len(row) for row in table} == {8}
     assert table[0][-2:] == ["0", "0"]
     assert all(0 < float(row[-1].replace(",", "")) < float(row[-2].replace(",", "")) for row in table[2:])
-    assert "vision: 300 items, encoder length median" in result.stdout
+    assert "vision: 300 items, encoder length median" in text
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -179,9 +169,8 @@ def test_flops_of_an_encoder() -> None:
 
 
 def test_costs_by_coefficients_and_by_timings(tmp_path: Path) -> None:
-    timings = tmp_path / "t.csv"
-    timings.write_text("".join(f"{s},{1e-6 * s * s + 1e-4 * s + 0.01}\n" for s in (10, 100, 500, 1000)))
-    given = ["a:linear=1000,quadratic=10,max-tokens=50,frozen", f"b:timings={timings},layout=padded-attention"]
+    measured = timings(tmp_path / "t.csv", (10, 100, 500, 1000), lambda s: 1e-6 * s * s + 1e-4 * s + 0.01)
+    given = ["a:linear=1000,quadratic=10,max-tokens=50,frozen", f"b:timings={measured},layout=padded-attention"]
     a, b = parse_modalities(given, 1e7)
     assert (a.phase.cost([100]), a.microbatch_s) == (pytest.approx([(10 * 100**2 + 1000 * 100) / 1e7]), 0.0)
     assert (a.phase.max_tokens, a.phase.frozen, b.phase.layout) == (50, True, "padded-attention")
@@ -190,12 +179,11 @@ def test_costs_by_coefficients_and_by_timings(tmp_path: Path) -> None:
 
 def test_microbatches_cost_what_timings_say(tmp_path: Path) -> None:
     """One rank: all work in a row, and each microbatch's own time besides."""
-    timings = tmp_path / "t.csv"
-    timings.write_text("".join(f"{s},{1e-4 * s + 0.5}\n" for s in (10, 100, 500, 1000)))
+    measured = timings(tmp_path / "t.csv", (10, 100, 500, 1000), lambda s: 1e-4 * s + 0.5)
     path = write(tmp_path / "a.jsonl", [{"length": 100, "a": [[40, 1], [40, 1], [40, 1]]}])
     size = ("--world-size", "1", "--minibatch-size", "1")
     for limit, number in (("", 1), (",max-tokens=80", 2), (",max-tokens=40", 3)):
-        found = plan_json(path, *size, "--modality", f"a:timings={timings}{limit}", "--timings", str(timings))
+        found = plan_json(path, *size, "--modality", f"a:timings={measured}{limit}", "--timings", measured)
         seconds = 0.0220 + 0.5 * (1 + number)
         assert [1 / row["samples_per_s"] for row in found["choices"]] == pytest.approx([seconds] * 8, rel=1e-6)
 
@@ -342,9 +330,7 @@ def test_other_sources_have_no_items(tmp_path: Path) -> None:
 def test_items_without_the_option(tmp_path: Path) -> None:
     """Lengths are planned as before, and it is said that encoders are not."""
     records: list[Record] = [{"length": 300}, *[{"length": 300, "vision": [[64, 16]], "labels": [1, 2]}] * 63]
-    result = call(write(tmp_path / "a.jsonl", records), "--policy", "none", *MODEL)
-    assert result.exit_code == 0, result.output
-    said = " ".join(result.stdout.split())
+    said = " ".join(printed("plan", write(tmp_path / "a.jsonl", records), "--policy", "none", *MODEL).split())
     note = (
         "odc plan --modality vision:... plans their encoders (odc plan --help tells how), here they count for nothing"
     )
@@ -365,9 +351,8 @@ def test_pictures(mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
     size = ("--world-size", "18", "--minibatch-size", "4", "--minibatches", "3")
     path = tmp_path / "a.png"
-    found = call(mix, *size, "--modality", VISION, "--modality", AUDIO, *MODEL, "--plot", str(path))
-    assert found.exit_code == 0, found.output
-    assert "Picture: " in found.stdout
+    text = printed("plan", mix, *size, "--modality", VISION, "--modality", AUDIO, *MODEL, "--plot", str(path))
+    assert "Picture: " in text
     before, after = saved[0].axes
     assert before.get_title(loc="left") == "nothing balanced, FSDP"
     assert after.get_title(loc="left") == "all phases balanced, ODC"
@@ -384,7 +369,7 @@ def test_pictures(mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_help_teaches_it() -> None:
-    text = " ".join(call("--help").stdout.replace("│", " ").split())
+    text = words("plan", "--help")
     assert "--modality,--modalities NAME:KEY=VALUE,..." in text
     assert "the language model, whole samples, all phases, or their sum" in text
     assert '{"length": 812, "vision": [[1024, 256], [576, 144]]} has the length of the whole sequence' in text
