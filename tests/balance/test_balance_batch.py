@@ -395,16 +395,20 @@ def test_what_ranks_do_differently_is_refused_and_does_no_harm() -> None:
     run_ranks(2, refused_beside_it)
 
 
-def test_losses_of_a_microbatch_and_unknown_ones_are_refused() -> None:
-    counts = np.array([2, 3])
-    with pytest.raises(UnsupportedError, match="bnpo.*mean over the tokens of a microbatch.*Use 'dapo'"):
-        loss_weights("bnpo", counts, 2, num_samples=2)
-    with pytest.raises(ValueError, match="loss_type='ppo': expected one of 'dapo'"):
-        loss_weights("ppo", counts, 2, num_samples=2)
-    with pytest.raises(ValueError, match="max_completion_length=None with loss_type='dr_grpo'"):
-        loss_weights("dr_grpo", counts, 2, num_samples=2)
-    with pytest.raises(ValueError, match="max_completion_length=5 with loss_type='grpo'"):
-        loss_weights("grpo", counts, 2, num_samples=2, max_completion_length=5)
+@pytest.mark.parametrize(
+    ("loss_type", "longest", "error", "message"),
+    [
+        ("bnpo", None, UnsupportedError, "bnpo.*mean over the tokens of a microbatch.*Use 'dapo'"),
+        ("ppo", None, ValueError, "loss_type='ppo': expected one of 'dapo'"),
+        ("dr_grpo", None, ValueError, "max_completion_length=None with loss_type='dr_grpo'"),
+        ("grpo", 5, ValueError, "max_completion_length=5 with loss_type='grpo'"),
+    ],
+)
+def test_losses_of_a_microbatch_and_unknown_ones_are_refused(
+    loss_type: str, longest: int | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        loss_weights(loss_type, np.array([2, 3]), 2, num_samples=2, max_completion_length=longest)
 
 
 def test_a_process_alone_has_all_it_had() -> None:

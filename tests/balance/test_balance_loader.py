@@ -324,14 +324,18 @@ def test_resume_in_the_middle_of_an_epoch(num_done: int) -> None:
     assert len(first_tokens(resumed)) == 5  # another epoch starts at its beginning
 
 
-def test_a_state_of_another_loader_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("count", "seed", "changed", "message"),
+    [
+        (59, 0, {}, "num_samples=60, this loader num_samples=59"),
+        (60, 1, {}, "seed=0, this loader seed=1"),
+        (60, 0, {"num_minibatches_done": 6}, "num_minibatches_done=6: expected at most 5"),
+    ],
+)
+def test_a_state_of_another_loader_is_refused(count: int, seed: int, changed: dict[str, int], message: str) -> None:
     state = make_loader(make_dataset(60)).state_dict()
-    with pytest.raises(ValueError, match="num_samples=60, this loader num_samples=59"):
-        make_loader(make_dataset(59)).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed=0, this loader seed=1"):
-        make_loader(make_dataset(60), seed=1).load_state_dict(state)
-    with pytest.raises(ValueError, match="num_minibatches_done=6: expected at most 5"):
-        make_loader(make_dataset(60)).load_state_dict({**state, "num_minibatches_done": 6})
+    with pytest.raises(ValueError, match=message):
+        make_loader(make_dataset(count), seed=seed).load_state_dict({**state, **changed})
 
 
 def make_native(world_size: int = 2, **options: Any) -> MinibatchLoader[Sample, dict[str, torch.Tensor]]:

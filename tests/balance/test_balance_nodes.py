@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,21 +162,23 @@ def test_large_nodes_are_filled_greedily(monkeypatch: pytest.MonkeyPatch) -> Non
     assert placed == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
-def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match=r"volume has shape \(2, 3\): expected \(num_ranks, num_ranks\)"):
-        place_on_nodes(np.zeros((2, 3)), 1)
-    with pytest.raises(ValueError, match=r"volume has shape \(0, 0\)"):
-        place_on_nodes(np.zeros((0, 0)), 1)
-    with pytest.raises(ValueError, match="volume has dtype bool: expected numbers"):
-        place_on_nodes(np.ones((2, 2), dtype=bool), 1)
-    for bad in (-1.0, np.nan, np.inf):
-        with pytest.raises(ValueError, match=rf"volume\[1, 0\] is {bad}: expected a finite number of at least 0"):
-            place_on_nodes([[0.0, 1.0], [bad, 0.0]], 1)
-    with pytest.raises(ValueError, match="ranks_per_node=0: expected an integer of at least 1"):
-        place_on_nodes(np.zeros((2, 2)), 0)
-    for ranks_per_node in (4, 12):
-        with pytest.raises(ValueError, match=f"ranks_per_node={ranks_per_node} with 6 ranks: expected a divisor"):
-            place_on_nodes(np.zeros((6, 6)), ranks_per_node)
+@pytest.mark.parametrize(
+    ("volume", "ranks_per_node", "message"),
+    [
+        (np.zeros((2, 3)), 1, r"volume has shape \(2, 3\): expected \(num_ranks, num_ranks\)"),
+        (np.zeros((0, 0)), 1, r"volume has shape \(0, 0\)"),
+        (np.ones((2, 2), dtype=bool), 1, "volume has dtype bool: expected numbers"),
+        *(
+            ([[0.0, 1.0], [bad, 0.0]], 1, rf"volume\[1, 0\] is {bad}: expected a finite number of at least 0")
+            for bad in (-1.0, np.nan, np.inf)
+        ),
+        (np.zeros((2, 2)), 0, "ranks_per_node=0: expected an integer of at least 1"),
+        *((np.zeros((6, 6)), n, f"ranks_per_node={n} with 6 ranks: expected a divisor") for n in (4, 12)),
+    ],
+)
+def test_bad_arguments(volume: Any, ranks_per_node: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        place_on_nodes(volume, ranks_per_node)
 
 
 def test_what_the_search_gives_up_is_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,22 +100,25 @@ def test_plans_whose_attention_differs_are_not_equal() -> None:
         plan.attention_costs[0] = 5
 
 
-def test_attention_costs_and_layout_go_together() -> None:
-    def make_plan(layout: str, attention: list[float] | None) -> Plan:
-        return Plan([[[0, 1]]], [2, 5], [1.0, 2.0], 100, "x", layout=layout, attention_costs=attention)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("layout", "attention", "message"),
+    [
+        ("padded-attention", None, "no attention_costs with layout='padded-attention': expected them with"),
+        ("packed", [1.0, 1.0], "attention_costs with layout='packed': expected them with 'padded-att"),
+        ("padded", [1.0, 1.0], "attention_costs with layout='padded': expected them with 'padded-att"),
+        ("padded-attention", [1.0], "1 attention_costs for 2 lengths: expected one per sample"),
+        ("padded-attention", [1.0, -1.0], r"attention_costs\[1\] is -1.0: expected a finite number"),
+        ("padded-attention", [1.0, 2.5], r"attention_costs\[1\] is 2.5, costs\[1\] only 2.0: expected attention to be"),
+    ],
+)
+def test_attention_costs_and_layout_go_together(layout: str, attention: list[float] | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of_two_samples(layout, attention)
+    assert of_two_samples("padded-attention", [1.0, 2.0]).makespan() == 4.0
 
-    with pytest.raises(ValueError, match="no attention_costs with layout='padded-attention': expected them with"):
-        make_plan("padded-attention", None)
-    for layout in ("packed", "padded"):
-        with pytest.raises(ValueError, match=f"attention_costs with layout='{layout}': expected them with 'padded-att"):
-            make_plan(layout, [1.0, 1.0])
-    with pytest.raises(ValueError, match="1 attention_costs for 2 lengths: expected one per sample"):
-        make_plan("padded-attention", [1.0])
-    with pytest.raises(ValueError, match=r"attention_costs\[1\] is -1.0: expected a finite number"):
-        make_plan("padded-attention", [1.0, -1.0])
-    with pytest.raises(ValueError, match=r"attention_costs\[1\] is 2.5, costs\[1\] only 2.0: expected attention to be"):
-        make_plan("padded-attention", [1.0, 2.5])
-    assert make_plan("padded-attention", [1.0, 2.0]).makespan() == 4.0
+
+def of_two_samples(layout: str, attention: list[float] | None) -> Plan:
+    return Plan([[[0, 1]]], [2, 5], [1.0, 2.0], 100, "x", layout=layout, attention_costs=attention)  # type: ignore[arg-type]
 
 
 def test_a_simulation_pads_attention_too_where_the_cost_model_tells_its_part() -> None:
@@ -176,17 +180,21 @@ def test_bad_microbatches(microbatches: list[list[list[int]]], message: str) -> 
         make(microbatches, [1.0, 1.0, 1.0], max_tokens=4)
 
 
-def test_bad_arrays() -> None:
-    with pytest.raises(ValueError, match="2 costs for 1 lengths"):
-        Plan([[[0]]], np.array([1]), np.ones(2), 4, "by-hand")
-    with pytest.raises(ValueError, match=r"lengths\[0\] is 0"):
-        Plan([[[0]]], np.array([0]), np.ones(1), 4, "by-hand")
-    with pytest.raises(ValueError, match="dtype float64"):
-        Plan([[[0]]], np.array([1.5]), np.ones(1), 4, "by-hand")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_tokens=0"):
-        Plan([[[0]]], np.array([1]), np.ones(1), 0, "by-hand")
-    with pytest.raises(TypeError):
-        Plan([[[0.5]]], np.array([1]), np.ones(1), 4, "by-hand")  # type: ignore[list-item]
+@pytest.mark.parametrize(
+    ("sample", "length", "costs", "max_tokens", "error", "message"),
+    [
+        (0, 1, [1.0, 1.0], 4, ValueError, "2 costs for 1 lengths"),
+        (0, 0, [1.0], 4, ValueError, r"lengths\[0\] is 0"),
+        (0, 1.5, [1.0], 4, ValueError, "dtype float64"),
+        (0, 1, [1.0], 0, ValueError, "max_tokens=0"),
+        (0.5, 1, [1.0], 4, TypeError, ""),
+    ],
+)
+def test_bad_arrays(
+    sample: Any, length: Any, costs: list[float], max_tokens: int, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Plan([[[sample]]], np.array([length]), np.array(costs), max_tokens, "by-hand")
 
 
 def pairs(samples: list[int]) -> list[list[int]]:

@@ -232,18 +232,23 @@ def test_a_full_size_instance_is_close_to_what_no_division_beats() -> None:
         assert makespan(lengths, parts, cost, layout) <= bound * (1 + excess)  # type: ignore[arg-type]
 
 
-def test_bad_arguments() -> None:
-    cost = QuadraticCost(0.1, 1.0)
-    with pytest.raises(ValueError, match=r"lengths\[1\] is 0: expected at least 1"):
-        post_balance([3, 0], 2, cost=cost, layout="packed")
-    with pytest.raises(ValueError, match="lengths has dtype float64: expected integers"):
-        post_balance([3.0], 2, cost=cost, layout="packed")
-    with pytest.raises(ValueError, match="num_ranks=0: expected an integer of at least 1"):
-        post_balance([3], 0, cost=cost, layout="packed")
-    with pytest.raises(ValueError, match="layout='ragged': expected one of 'packed', 'padded', 'padded-attention'"):
-        post_balance([3], 1, cost=cost, layout="ragged")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="layout 'padded-attention' needs the part that is attention's"):
-        post_balance([3], 1, cost=np.sqrt, layout="padded-attention")
-    for layout in LAYOUTS:
-        with pytest.raises(ValueError, match="cost=1.0: expected a cost model"):
-            post_balance([3], 1, cost=1.0, layout=layout)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "layout", "cost", "message"),
+    [
+        ([3, 0], 2, "packed", QuadraticCost(0.1, 1.0), r"lengths\[1\] is 0: expected at least 1"),
+        ([3.0], 2, "packed", QuadraticCost(0.1, 1.0), "lengths has dtype float64: expected integers"),
+        ([3], 0, "packed", QuadraticCost(0.1, 1.0), "num_ranks=0: expected an integer of at least 1"),
+        (
+            [3],
+            1,
+            "ragged",
+            QuadraticCost(0.1, 1.0),
+            "layout='ragged': expected one of 'packed', 'padded', 'padded-attention'",
+        ),
+        ([3], 1, "padded-attention", np.sqrt, "layout 'padded-attention' needs the part that is attention's"),
+        *(([3], 1, layout, 1.0, "cost=1.0: expected a cost model") for layout in LAYOUTS),
+    ],
+)
+def test_bad_arguments(lengths: list[Any], num_ranks: int, layout: Any, cost: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        post_balance(lengths, num_ranks, cost=cost, layout=layout)

@@ -123,12 +123,25 @@ def test_whoever_begins_the_epoch_again_begins_at_its_beginning() -> None:
     assert again == whole
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_that_loses_samples_is_noticed_and_all_is_read_again(num_workers: int) -> None:
-    whole, states = stopped(Lossy, num_workers, 12, 100)
-    with pytest.warns(UserWarning, match=r"iterates again over \d+ samples of its dataset, whose state_dict does not"):
-        rest, _ = resumed(Lossy, num_workers, states, 100)
-    assert rest == [found[12:] for found in whole]
+LOST = r"iterates again over \d+ samples of its dataset, whose state_dict does not"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "num_workers", "then", "at", "message"),
+    [
+        pytest.param(Lossy, 0, 0, 12, LOST, id="samples are lost"),
+        pytest.param(Lossy, 2, 2, 12, LOST, id="samples are lost, by workers"),
+        pytest.param(Stateful, 2, 0, 9, "iterates again over", id="another number of workers"),
+        pytest.param(NotForJson, 0, 0, 9, "which has no indices and no state_dict", id="not for json"),
+    ],
+)
+def test_a_state_that_leads_nowhere_is_noticed_and_all_is_read_again(
+    dataset: Any, num_workers: int, then: int, at: int, message: str
+) -> None:
+    whole, states = stopped(dataset, num_workers, at, 100)
+    with pytest.warns(UserWarning, match=message):
+        rest, _ = resumed(dataset, then, states, 100)
+    assert rest == [found[at:] for found in whole]
 
 
 @pytest.mark.parametrize(
@@ -146,20 +159,6 @@ def test_streams_of_datasets_are_resumed(num_shards: int, shuffled: bool, num_wo
         rest, _ = resumed(lambda: shards(num_shards, shuffled), num_workers, states, 31, infinite=True)
     assert rest == [found[9:] for found in whole]
     assert any("iterates again" in str(one.message) for one in caught) == shuffled
-
-
-def test_another_number_of_workers_reads_again() -> None:
-    whole, states = stopped(Stateful, 2, 9, 100)
-    with pytest.warns(UserWarning, match="iterates again over"):
-        rest, _ = resumed(Stateful, 0, states, 100)
-    assert rest == [found[9:] for found in whole]
-
-
-def test_a_state_that_is_not_for_json_is_none() -> None:
-    whole, states = stopped(NotForJson, 0, 9, 100)
-    with pytest.warns(UserWarning, match="which has no indices and no state_dict"):
-        rest, _ = resumed(NotForJson, 0, states, 100)
-    assert rest == [found[9:] for found in whole]
 
 
 class Fickle:
