@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import LlamaForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
 from transformers.integrations import tensor_parallel
 
@@ -35,22 +35,13 @@ from odc.trainers import minibatches
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
 
 
-class Recorder(TrainerCallback):
-    """The rows of tokens that this rank's model gets in each step."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.steps: list[list[Any]] = []
-        self._rows: list[Any] = []
-        module.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+class Recorder(tiny_trainers.Recorder):
+    """The rows of tokens that this rank's model gets in each step, and the samples in each of them."""
 
     def _on_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if module.training:
             time.sleep(0.05 * (sys.argv[2] == "slow" and PartialState().process_index > 1))
-            self._rows.append([kwargs["input_ids"].tolist(), tiny_trainers.samples_in(kwargs)])
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.steps.append(self._rows)
-        self._rows = []
+            self._samples.append([kwargs["input_ids"].tolist(), tiny_trainers.samples_in(kwargs)])
 
 
 class ReplicateParallel:

@@ -89,7 +89,7 @@ def samples(count: int) -> list[dict[str, list[int]]]:
 
 
 def pad(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    ids = [torch.tensor(sample["input_ids"]) for sample in batch]
+    ids = [torch.tensor(sample["input_ids"], dtype=torch.int64) for sample in batch]
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
     input_ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     return {"input_ids": input_ids, "attention_mask": mask, "labels": input_ids.masked_fill(mask == 0, -100)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
@@ -109,11 +110,12 @@ def test_what_is_not_per_token_is_refused_by_name(given: dict[str, Any], named: 
         collate_alone(lambda batch: {**pad(batch), **given}, {"input_ids": [5, 6, 7]})
 
 
-def test_a_collator_without_labels_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="data_collator"):
-        collate_alone(lambda batch: {"input_ids": torch.zeros(1, 3)}, {})
-    with pytest.raises(UnsupportedError, match="not a mapping"):
-        collate_alone(lambda batch: batch, {})
+@pytest.mark.parametrize(
+    ("given", "named"), [({"input_ids": torch.zeros(1, 3)}, "data_collator"), ([{}], "not a mapping")]
+)
+def test_a_collator_without_labels_is_refused(given: Any, named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        collate_alone(lambda batch: given, {})
 
 
 # Lengths
@@ -129,11 +131,10 @@ def test_lengths_of_lists_tables_and_length_columns() -> None:
     assert sample_lengths(table.add_column("length", [7] * 50)).tolist() == [7] * 50
 
 
-def test_unknown_lengths_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="no input_ids"):
-        sample_lengths([{"text": "a"}])
-    with pytest.raises(UnsupportedError, match="iterable"):
-        sample_lengths(iter([]))
+@pytest.mark.parametrize(("dataset", "named"), [([{"text": "a"}], "no input_ids"), (iter([]), "iterable")])
+def test_unknown_lengths_are_refused(dataset: Any, named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        sample_lengths(dataset)
 
 
 # The samples of a step
@@ -495,8 +496,7 @@ def test_the_launchers_hook_balances_every_trainer_and_is_undone(
     original = Trainer.train
     with pytest.raises(ValueError, match="lb-nano"):
         install("lb-nano")
-    launched = install("lb-mini", 64)
-    try:
+    with contextlib.closing(install("lb-mini", 64)) as launched:
         assert Trainer.train is not original
         trainer = hf_trainer(tmp_path, num_train_epochs=1)
         trainer.train()
@@ -512,8 +512,6 @@ def test_the_launchers_hook_balances_every_trainer_and_is_undone(
         accelerator, loader = prepared(DataLoader(samples(8), 2, collate_fn=pad))
         list(minibatches(accelerator, model(), loader, 4))
         assert launched.tally.minibatches == 6
-    finally:
-        launched.close()
     assert Trainer.train is original
     launched.close()
 
@@ -553,12 +551,9 @@ def test_trainers_of_rollouts_and_pairs_are_told_what_works(name: str, what: str
     kind: type[Trainer] = getattr(trl, name, None) or type(name, (Trainer,), {})
     if is_own:
         kind = type("Mine", (kind,), {})
-    launched = install(None if online else "lb-mini", 64, online=online)
-    try:
-        with pytest.raises(UnsupportedError) as refused:
-            kind.__new__(kind).train()
-    finally:
-        launched.close()
+    launched = contextlib.closing(install(None if online else "lb-mini", 64, online=online))
+    with launched, pytest.raises(UnsupportedError) as refused:
+        kind.__new__(kind).train()
     text = str(refused.value)
     assert f"in this {kind.__name__}: a {name} trains on {what}" in text
     assert "`odc run` without --balance and --online" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,12 +214,9 @@ def test_a_score_of_several_numbers_is_refused(tmp_path: Path) -> None:
 
 def test_online_is_told_what_to_take_instead(tmp_path: Path) -> None:
     trainer = trainer_of("DPO", tmp_path)
-    launched = install(None, 64, online=True)
-    try:
-        with pytest.raises(UnsupportedError, match="trains on pairs of answers, which are balanced by a policy once"):
-            trainer.train()
-    finally:
-        launched.close()
+    words = "trains on pairs of answers, which are balanced by a policy once"
+    with contextlib.closing(install(None, 64, online=True)), pytest.raises(UnsupportedError, match=words):
+        trainer.train()
 
 
 def test_a_process_alone_trains_the_same(tmp_path: Path) -> None:

@@ -349,19 +349,12 @@ def test_equal_numbers_cannot_be_split_so_the_sample_is_named() -> None:
 # Samples without tokens, ranks without samples
 
 
-def pad_all(batch: Rows) -> Any:
-    ids = [torch.tensor(one["input_ids"], dtype=torch.int64) for one in batch]
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
-    input_ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    return {"input_ids": input_ids, "attention_mask": mask, "labels": input_ids.masked_fill(mask == 0, -100)}
-
-
 def test_a_sample_without_tokens_has_no_loss_and_does_not_end_training() -> None:
     dataset = samples(37)
     dataset[0]["input_ids"] = []
     dataset[11]["input_ids"] = []
-    assert_same_losses(dataset=dataset, collate=pad_all)
-    empty = microbatches(prepared([{"input_ids": []}, {"input_ids": [3, 4]}, {"input_ids": []}], pad_all))
+    assert_same_losses(dataset=dataset)
+    empty = microbatches(prepared([{"input_ids": []}, {"input_ids": [3, 4]}, {"input_ids": []}], pad))
     assert sum(int((row["labels"] != -100).sum()) for row in empty) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from pathlib import Path
@@ -127,14 +128,11 @@ def test_rollouts_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_ones_own_is_refused() -> None:
-    launched = install("lb-mini", 64, late_binding=True)
-    try:
+    with contextlib.closing(install("lb-mini", 64, late_binding=True)):
         accelerator = Accelerator(cpu=True)
         loader = accelerator.prepare(DataLoader(DATA, batch_size=2, collate_fn=pad))
         with pytest.raises(UnsupportedError, match="late_binding=True in a loop of one's own"):
             minibatches(accelerator, model(), loader, 4)
-    finally:
-        launched.close()
 
 
 def test_one_rank_has_nobody_to_take_from(tmp_path: Path) -> None:
