@@ -173,7 +173,7 @@ def refused_on_rank_1(rank: int, world_size: int, kind: str) -> None:
     ("kind", "words"),
     [
         ("UnsupportedError", "set_all_reduce_hook"),
-        ("ConfigError", "ODC_ADDRESS='0.0.0.0' cannot be used"),
+        ("ConfigError", "ConfigError: ODC_ADDRESS='0.0.0.0' cannot be used"),
     ],
 )
 def test_what_one_rank_refuses_all_ranks_refuse(kind: str, words: str) -> None:

@@ -194,8 +194,9 @@ def assert_one_says(results: list[RankResult], kind: str, *words: str) -> None:
 def assert_all_say(results: Sequence[RankResult], *words: str, kinds: Sequence[str] = ()) -> None:
     """Each has failed with all of these words, and with an error of one of these ``kinds``."""
     for result in results:
+        assert result.error, "it has not failed"
         assert not kinds or result.error_type in kinds, result
-        assert all(word in (result.error or "nothing was raised") for word in words), (words, result)
+        assert all(word in result.error for word in words), (words, result)
 
 
 def wait_until(holds: Callable[[], bool], otherwise: str, timeout_s: float = 150.0) -> None:
