@@ -11,7 +11,7 @@ from odc.bench.harness.benchmark import Benchmark
 ROOMS = {
     "communication": ("primitives", "fsdp_host_time", "memory", "uneven", "links"),
     "training": (
-        *("demo", "demo_rl", "multimodal", "stream_training", "trainers"),
+        *("demo", "demo_rl", "multimodal", "vlm", "stream_training", "trainers"),
         *("emulated", "late_binding", "context_parallel", "multimodal_emulated"),
     ),
     "batching": ("batching",),
