@@ -334,7 +334,7 @@ def figures(result: Entries) -> Figures:
     rows = [row for row in result["parts"] if (row["ranks"], row["parameters"]) == (2, 12)]
     percent = {row["part"]: row["percent"]["median"] for row in rows}
     yield (
-        "**What of that meets FSDP2?** ",
+        "**What meets FSDP2.** ",
         f"Staging is {percent['staging']:.0f} % of FSDP2's own host time for a unit of 12 parameters and a microbatch; "
         "ODC avoids it. What ODC does instead takes, bytes aside, "
         f"{percent['interception']:.0f} % for interception, {percent['guard']:.1f} % for change detection, "
