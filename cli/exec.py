@@ -22,9 +22,9 @@ from odc.launch import entering
 _PR_SET_PDEATHSIG = 1
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _NOBODY = (
-    "odc exec: the command ran without ODC: it started no rank that could be entered, a Python process with RANK, "
-    "LOCAL_RANK and MASTER_ADDR in its environment and a script of its own. Functions that mp.spawn or "
-    "notebook_launcher start as ranks have none: call odc.patch_fsdp(model) in them"
+    "odc exec: the command ran without ODC: it started no rank that could be entered, a Python process with a "
+    "rank's variables (of torchrun, Slurm or MPI) in its environment and a script of its own. Functions that mp.spawn "
+    "or notebook_launcher start as ranks have none: call odc.patch_fsdp(model) in them"
 )
 
 

@@ -1,9 +1,9 @@
 """What every Python process below ``odc exec`` runs first: one that is a rank goes on as ``python -m odc.run``.
 
 ``odc exec`` lays this file as ``sitecustomize.py`` into a folder on PYTHONPATH, where Python's start finds it. So it
-imports nothing but the standard library, and reads the environment by itself. A rank is a process with RANK, LOCAL_RANK
-and MASTER_ADDR, as torchrun and those that call it set them, and with a script or module of its own. A launcher is
-none, nor is what a rank starts.
+imports nothing but the standard library, and reads the environment by itself. A rank is a process with the variables
+that torchrun sets, or ``srun`` or ``mpirun`` for each of several tasks, and with a script or module of its own. A
+launcher is none, nor is what a rank starts; but a task of ``srun`` may start ``torchrun``, whose ranks are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ from collections.abc import Sequence
 OPTIONS = "_ODC_EXEC_OPTIONS"
 """The options of ``odc run`` for the ranks, as a shell has them."""
 ENTERED = "_ODC_EXEC_ENTERED"
-"""Set in a rank, and so in what it starts."""
-_OF_A_RANK = {"RANK", "LOCAL_RANK", "MASTER_ADDR"}
+"""Set in a rank, and so in what it starts: the variable that has told its number."""
+_OF_A_RANK = (
+    ("RANK", "LOCAL_RANK", "MASTER_ADDR"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+)
+"""By launcher: its number, that on its host, and what one task by itself has not, or as 1."""
 _LAUNCHERS = {
     *("torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed"),
     *("accelerate launch", "accelerate.commands.launch", "odc.run"),
@@ -63,15 +69,25 @@ def starts_ranks(words: Sequence[str]) -> bool:
     return bool(_LAUNCHERS & {name, " ".join([name, *words[1:2]])})
 
 
+def number_variable() -> str | None:
+    """The variable with this process's number, if it is a rank."""
+    if starts_ranks(sys.orig_argv):
+        return None
+    for names in _OF_A_RANK:
+        if os.environ.keys() >= set(names) and os.environ[names[2]] != "1":
+            return None if os.environ.get(ENTERED) in ("RANK", names[0]) else names[0]
+    return None
+
+
 def enter() -> None:
     """Go on as ``odc run`` if this process is a rank; else let another ``sitecustomize``, which this one hides, run."""
     found = split_command(sys.orig_argv)
     folder = os.path.dirname(os.path.abspath(__file__))
-    is_rank = os.environ.keys() >= _OF_A_RANK and ENTERED not in os.environ and not starts_ranks(sys.orig_argv)
-    if found is not None and is_rank:
+    number = number_variable()
+    if found is not None and number is not None:
         flags, script = found
-        os.environ[ENTERED] = "1"
-        with open(os.path.join(folder, f"rank{os.environ['RANK']}"), "w"):
+        os.environ[ENTERED] = number
+        with open(os.path.join(folder, f"rank{os.environ[number]}"), "w"):
             pass  # for `odc exec` to see
         options = shlex.split(os.environ.get(OPTIONS, ""))
         os.execv(sys.executable, [sys.executable, *flags, "-m", "odc.run", *options, *script])

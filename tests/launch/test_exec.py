@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,43 @@ def ended(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
 def trained(text: str) -> list[str]:
     """The script's own lines; the last digits of sums depend on their order."""
     return [line[:-2] for line in text.splitlines() if line.startswith("2 plain")]
+
+
+BY_TASKS = """
+import os, subprocess, sys
+names, words = sys.argv[1].split(","), [sys.executable, *sys.argv[2:]]
+values = [(str(rank), str(rank), "2") for rank in (0, 1)]
+tasks = [subprocess.Popen(words, env={**os.environ, **dict(zip(names, each))}) for each in values]
+sys.exit(max(task.wait() for task in tasks))
+"""
+"""What ``srun`` and ``mpirun`` do, as far as a rank can tell: two tasks with variables of theirs."""
+OF_A_TASK = """
+import os, runpy, sys
+import torch.distributed as dist
+rank = int(os.environ[sys.argv.pop(1)])
+os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv.pop(1))
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "SLURM_PROCID,SLURM_LOCALID,SLURM_NTASKS",
+        pytest.param("PMI_RANK,MPI_LOCALRANKID,PMI_SIZE", marks=pytest.mark.extended),
+    ],
+)
+def test_tasks_of_slurm_and_mpi_are_ranks(tmp_path: Path, names: str) -> None:
+    (tmp_path / "srun.py").write_text(BY_TASKS)
+    (tmp_path / "train.py").write_text(OF_A_TASK)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    script = [str(tmp_path / "train.py"), names.partition(",")[0], port, str(SCRIPTS / "train.py"), "2", "plain"]
+    ours = ended([*ODC, "exec", "--deterministic", "--", sys.executable, str(tmp_path / "srun.py"), names, *script])
+    assert ours.returncode == 0, ours.stderr
+    assert ours.stderr.count("odc: patched Sequential (FSDP2): 3 units over 2 ranks") == 1  # by rank 0
+    assert len(trained(ours.stdout)) == 4
 
 
 @pytest.mark.parametrize("launcher", [RUN_BY_TORCH, pytest.param(BY_ACCELERATE, marks=pytest.mark.extended)])
