@@ -38,9 +38,8 @@ def as_lengths(lengths: npt.ArrayLike, name: str = "lengths", minimum: int = 1) 
         return np.zeros(0, dtype=np.int64)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} has dtype {array.dtype}: expected integers (counts of tokens, at most 2**53 in all)")
-    if (array < minimum).any():
-        bad = int(np.flatnonzero(array < minimum)[0])
-        raise ValueError(f"{name}[{bad}] is {array[bad]}: expected at least {minimum}")
+    if (small := np.flatnonzero(array < minimum)).size:
+        raise ValueError(f"{name}[{small[0]}] is {array[small[0]]}: expected at least {minimum}")
     # The sum of floats is rough but does not wrap around, that of integers is exact where the other is small.
     if array.sum(dtype=np.float64) > MAX_COUNT or array.sum() > MAX_COUNT:
         raise ValueError(f"{name} add up to {shown(sum(array.tolist()))} tokens: expected at most 2**53 in all")
@@ -120,6 +119,17 @@ def as_count(value: int, name: str, minimum: int = 1, maximum: int | None = MAX_
     return number
 
 
+def as_optional_count(value: int | None, name: str) -> int | None:
+    """:func:`as_count`; None stays."""
+    return None if value is None else as_count(value, name)
+
+
+def check_counts(owner: object, *names: str, minimum: int = 1) -> None:
+    """:func:`as_count` of attributes, by name."""
+    for name in names:
+        as_count(getattr(owner, name), name, minimum)
+
+
 def as_integer(value: Any, minimum: int) -> int | None:
     """``value`` as an int; None: it is no integer (a bool is not one), or less than ``minimum``."""
     try:
@@ -151,8 +161,7 @@ def check_fit(lengths: IntArray, max_tokens: int) -> None:
     Raises:
         ValueError: a sample is longer than ``max_tokens``.
     """
-    too_long = np.flatnonzero(lengths > max_tokens)
-    if too_long.size:
+    if (too_long := np.flatnonzero(lengths > max_tokens)).size:
         first = int(too_long[0])
         raise ValueError(
             f"{too_long.size} of {lengths.size} samples are longer than max_tokens={max_tokens} "
@@ -169,7 +178,6 @@ def _as_numbers(values: npt.ArrayLike, name: str) -> FloatArray:
         raise ValueError(f"{name} cannot be read as one float per sample: {shorten(str(error))}") from error
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}: expected one dimension, one number per sample")
-    if not (np.isfinite(array) & (array >= 0)).all():
-        bad = int(np.flatnonzero(~(np.isfinite(array) & (array >= 0)))[0])
-        raise ValueError(f"{name}[{bad}] is {array[bad]}: expected a finite number of at least 0")
+    if (bad := np.flatnonzero(~(np.isfinite(array) & (array >= 0)))).size:
+        raise ValueError(f"{name}[{bad[0]}] is {array[bad[0]]}: expected a finite number of at least 0")
     return array

@@ -60,9 +60,12 @@ class Config:
             ValueError: none is there and there is no default, or it is not a positive integer.
         """
         for name in names:
-            value = _read(self.source, name)
-            if value is not None:
-                return _positive(name, value)
+            value = self.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+                raise ValueError(f"{name}={shown(value)} in the config: expected a positive integer")
+            return int(value)
         if default is None:
             raise ValueError(
                 f"the config has no {' or '.join(names)}: put it there. A config.json may leave out defaults: "
@@ -74,13 +77,13 @@ class Config:
         """Like :meth:`size`, but 0 is allowed, and is the default."""
         return 0 if self.get(*names) in (None, 0) else self.size(*names)
 
-    def flag(self, name: str, default: bool) -> bool:
-        """A field that says yes or no.
+    def flag(self, name: str | bool, default: bool) -> bool:
+        """A field that says yes or no. A bool in place of its name: that is so, whatever the config says.
 
         Raises:
             ValueError: it is there and is not a bool.
         """
-        value = self.get(name)
+        value = name if isinstance(name, bool) else self.get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -163,9 +166,3 @@ def _read(source: object, name: str) -> object:
         return getattr(source, name, None)
     except Exception as error:  # transformers has configs whose values differ from layer to layer, and that say so
         raise ValueError(f"the config's {name} cannot be read: {error}") from error
-
-
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{name}={shown(value)} in the config: expected a positive integer")
-    return int(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from odc.balance.checks import as_cost, as_count
+from odc.balance.checks import as_cost, check_counts
 from odc.balance.costs.memory import ActivationMemory
 from odc.balance.costs.models import LinearCost, QuadraticCost
 from odc.balance.costs.shapes import TransformerShape
@@ -42,8 +42,7 @@ class ContextParallel:
     """What a device receives, while it sends as much."""
 
     def __post_init__(self) -> None:
-        for name in ("size", "kv_bytes", "num_layers"):
-            as_count(getattr(self, name), name)
+        check_counts(self, "size", "kv_bytes", "num_layers")
         if not as_cost(self.bytes_per_s, "bytes_per_s"):
             raise ValueError(f"bytes_per_s={shown(self.bytes_per_s)}: expected a number greater than 0")
 

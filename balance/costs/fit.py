@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -121,8 +121,13 @@ def fit_cost(lengths: Lengths, seconds: npt.ArrayLike, *, form: Form = "quadrati
     microbatches = _as_microbatches(lengths)
     times = _as_seconds(seconds, len(microbatches))
     terms = [*("a" if form == "quadratic" else ""), "b", *("c" if fixed else "")]
-    _check_count(len(microbatches), terms)
-    sums = np.array([_sums(samples) for samples in microbatches])
+    if len(microbatches) < len(terms):
+        raise ValueError(
+            f"{len(microbatches)} measurements for {len(terms)} coefficients ({', '.join(terms)}): "
+            "measure more lengths, or leave coefficients out (form='linear', fixed=False)"
+        )
+    tokens = [samples.astype(np.float64) for samples in microbatches]
+    sums = np.array([(float(each @ each), float(each.sum()), 1.0) for each in tokens])
     columns = sums[:, ["abc".index(term) for term in terms]]
     _check_rank(columns / times[:, None], terms, microbatches)
     found = dict(zip(terms, _non_negative(columns / times[:, None]), strict=True))
@@ -162,24 +167,15 @@ def _non_negative(matrix: FloatArray) -> FloatArray:
     """``x >= 0`` that minimizes ``|matrix @ x - 1|``, of at most three columns: the best of all active sets."""
     scale = np.linalg.norm(matrix, axis=0)
     best, best_error = np.zeros(matrix.shape[1]), math.inf
-    for chosen in _subsets(matrix.shape[1]):
-        part = matrix[:, chosen] / scale[chosen]
-        solution = np.linalg.lstsq(part, np.ones(len(matrix)), rcond=None)[0]
-        error = float(np.square(part @ solution - 1).sum())
-        if (solution >= 0).all() and error < best_error:
-            best, best_error = np.zeros(matrix.shape[1]), error
-            best[chosen] = solution / scale[chosen]
+    for count in range(1, matrix.shape[1] + 1):
+        for chosen in map(list, itertools.combinations(range(matrix.shape[1]), count)):
+            part = matrix[:, chosen] / scale[chosen]
+            solution = np.linalg.lstsq(part, np.ones(len(matrix)), rcond=None)[0]
+            error = float(np.square(part @ solution - 1).sum())
+            if (solution >= 0).all() and error < best_error:
+                best, best_error = np.zeros(matrix.shape[1]), error
+                best[chosen] = solution / scale[chosen]
     return best
-
-
-def _subsets(size: int) -> Iterator[list[int]]:
-    for count in range(1, size + 1):
-        yield from map(list, itertools.combinations(range(size), count))
-
-
-def _sums(samples: IntArray) -> tuple[float, float, float]:
-    tokens = samples.astype(np.float64)
-    return float(tokens @ tokens), float(tokens.sum()), 1.0
 
 
 def _as_microbatches(lengths: Lengths) -> list[IntArray]:
@@ -189,8 +185,7 @@ def _as_microbatches(lengths: Lengths) -> list[IntArray]:
     if not all(np.ndim(value) == 1 for value in values):
         raise ValueError("lengths mixes numbers and lists: expected one length, or one list, for every measurement")
     microbatches = [as_lengths(value, name=f"lengths[{index}]") for index, value in enumerate(values)]
-    empty = [index for index, samples in enumerate(microbatches) if not samples.size]
-    if empty:
+    if empty := [index for index, samples in enumerate(microbatches) if not samples.size]:
         raise ValueError(f"lengths[{empty[0]}] is empty: expected at least one sample in every measured microbatch")
     return microbatches
 
@@ -202,14 +197,6 @@ def _as_seconds(seconds: npt.ArrayLike, num_measurements: int) -> FloatArray:
     if not times.all():
         raise ValueError(f"seconds[{int(np.argmin(times))}] is 0: expected more than 0")
     return times
-
-
-def _check_count(num_measurements: int, terms: list[str]) -> None:
-    if num_measurements < len(terms):
-        raise ValueError(
-            f"{num_measurements} measurements for {len(terms)} coefficients ({', '.join(terms)}): "
-            "measure more lengths, or leave coefficients out (form='linear', fixed=False)"
-        )
 
 
 def _check_rank(matrix: FloatArray, terms: list[str], microbatches: list[IntArray]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from odc.balance.checks import as_count
+from odc.balance.checks import as_count, check_counts
 from odc.balance.costs.mlps import DenseMlp, Mlp
 from odc.balance.costs.shapes import TransformerShape
 from odc.errors import shown
@@ -62,8 +62,7 @@ class ActivationMemory:
 
     def __post_init__(self) -> None:
         as_count(self.kept_bytes_per_token, "kept_bytes_per_token")
-        as_count(self.transient_bytes_per_token, "transient_bytes_per_token", minimum=0)
-        as_count(self.fixed_bytes, "fixed_bytes", minimum=0)
+        check_counts(self, "transient_bytes_per_token", "fixed_bytes", minimum=0)
 
     @classmethod
     def from_config(
@@ -166,8 +165,7 @@ class ShardedState:
     on_demand_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("sharded_bytes", "unsharded_bytes", "whole_bytes", "on_demand_bytes"):
-            as_count(getattr(self, name), name, minimum=0)
+        check_counts(self, "sharded_bytes", "unsharded_bytes", "whole_bytes", "on_demand_bytes", minimum=0)
 
     @classmethod
     def from_config(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from odc.balance.checks import as_count
+from odc.balance.checks import as_count, check_counts
 from odc.balance.costs.configs import Config
 from odc.balance.costs.families import Family
 from odc.errors import shown
@@ -52,8 +52,7 @@ class MoeMlp:
     router_bias: bool = False
 
     def __post_init__(self) -> None:
-        as_count(self.num_experts, "num_experts")
-        as_count(self.num_experts_per_token, "num_experts_per_token")
+        check_counts(self, "num_experts", "num_experts_per_token")
         if self.num_experts_per_token > self.num_experts:
             raise ValueError(
                 f"num_experts_per_token={self.num_experts_per_token}: expected at most num_experts={self.num_experts}"
@@ -91,8 +90,7 @@ def read_mlps(config: Config, family: Family, num_layers: int, gated: bool) -> l
         ValueError: a size is missing or not a positive integer, or a list has not one entry per layer.
     """
     gated = gated and family.gated_mlp
-    field = family.mlp_bias
-    bias = config.flag(field, family.bias_default) if isinstance(field, str) else field
+    bias = config.flag(family.mlp_bias, family.bias_default)
     if config.count("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") == 0:
         return [DenseMlp(config.size("intermediate_size"), gated, bias)] * num_layers
     mixture = _mixture(config, family, gated, bias)

@@ -31,7 +31,6 @@ class CostModel(Protocol):
 
     def __call__(self, lengths: npt.ArrayLike, /) -> FloatArray:
         """Costs (float64, not negative, same shape) of samples with these ``lengths`` (tokens)."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _config(model_type: str, sizes: tuple[int, ...], tied: bool, **more: object)
     }
 
 
-def _dense() -> dict[str, Fields]:
+def _all() -> dict[str, Fields]:
     configs = {name: _config("qwen2", sizes, tied, use_sliding_window=False) for name, (sizes, tied) in _QWEN2.items()}
     for name, (sizes, tied) in _QWEN3.items():
         configs[name] = _config("qwen3", sizes, tied, head_dim=128, attention_bias=False, use_sliding_window=False)
@@ -101,11 +101,7 @@ def _dense() -> dict[str, Fields]:
         configs[name] = _config("llama", sizes, tied, attention_bias=False, mlp_bias=False)
     # v0.1: from v0.2 on, the models of this family have no window.
     configs["mistral-7b"] = _config("mistral", _MISTRAL_SIZES, False, sliding_window=4096)
-    return configs
-
-
-def _mixtures() -> dict[str, Fields]:
-    qwen3 = _config(
+    configs["qwen3-30b-a3b"] = _config(
         "qwen3_moe",
         (2048, 48, 32, 4, 6144, 151936),
         False,
@@ -118,8 +114,10 @@ def _mixtures() -> dict[str, Fields]:
         decoder_sparse_step=1,
         mlp_only_layers=[],
     )
-    mixtral = _config("mixtral", _MISTRAL_SIZES, False, sliding_window=None, num_local_experts=8, num_experts_per_tok=2)
-    return {"qwen3-30b-a3b": qwen3, "mixtral-8x7b": mixtral}
+    configs["mixtral-8x7b"] = _config(
+        "mixtral", _MISTRAL_SIZES, False, sliding_window=None, num_local_experts=8, num_experts_per_tok=2
+    )
+    return configs
 
 
-_PRESETS = {**_dense(), **_mixtures()}
+_PRESETS = _all()

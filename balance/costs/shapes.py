@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from odc.balance.checks import as_count
+from odc.balance.checks import as_count, as_optional_count, check_counts
 from odc.balance.costs.configs import Config, open_config
 from odc.balance.costs.families import Family, QkNorm, family
 from odc.balance.costs.mlps import Mlp, read_mlps
@@ -27,8 +27,7 @@ class AttentionShape:
     """Each query head has one learned attention sink."""
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
-            as_count(getattr(self, name), name)
+        check_counts(self, "num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
@@ -64,8 +63,7 @@ class LayerShape:
     """Tokens that a token attends to at most, itself included; None: all before it."""
 
     def __post_init__(self) -> None:
-        if self.window is not None:
-            as_count(self.window, "window")
+        as_optional_count(self.window, "window")
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,7 @@ class TransformerShape:
     norms_per_layer: int = 2
 
     def __post_init__(self) -> None:
-        as_count(self.hidden_size, "hidden_size")
-        as_count(self.vocab_size, "vocab_size")
+        check_counts(self, "hidden_size", "vocab_size")
         as_count(self.norms_per_layer, "norms_per_layer", minimum=0)
         if not self.layers:
             raise ValueError("layers is empty: expected at least one LayerShape")
@@ -161,17 +158,13 @@ class TransformerShape:
 
 def _read_attention(config: Config, kind: Family) -> AttentionShape:
     num_heads = config.size("num_attention_heads")
-
-    def bias(field: bool | str) -> bool:
-        return config.flag(field, kind.bias_default) if isinstance(field, str) else field
-
     return AttentionShape(
         num_heads=num_heads,
         num_kv_heads=config.size("num_key_value_heads", default=num_heads),
         head_dim=_head_dim(config, kind, num_heads),
-        qkv_bias=bias(kind.qkv_bias),
-        output_bias=bias(kind.output_bias),
-        qk_norm=_qk_norm(config, kind),
+        qkv_bias=config.flag(kind.qkv_bias, kind.bias_default),
+        output_bias=config.flag(kind.output_bias, kind.bias_default),
+        qk_norm=kind.qk_norm if not kind.qk_norm_field or config.flag(kind.qk_norm_field, False) else "none",
         sinks=kind.sinks,
     )
 
@@ -187,9 +180,3 @@ def _head_dim(config: Config, kind: Family, num_heads: int) -> int:
             f"hidden_size={hidden} is not a multiple of num_attention_heads={num_heads}: put head_dim into the config"
         )
     return hidden // num_heads
-
-
-def _qk_norm(config: Config, kind: Family) -> QkNorm:
-    if kind.qk_norm_field and not config.flag(kind.qk_norm_field, False):
-        return "none"
-    return kind.qk_norm

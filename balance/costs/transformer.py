@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import FloatArray, as_cost, as_count
+from odc.balance.checks import FloatArray, as_cost, as_count, as_optional_count
 from odc.balance.costs.models import check_coefficients
 from odc.balance.costs.shapes import TransformerShape
 
@@ -38,8 +38,7 @@ class LayerGroup:
         as_count(self.num_layers, "num_layers")
         as_cost(self.flops_per_token, "flops_per_token")
         as_cost(self.flops_per_pair, "flops_per_pair")
-        if self.window is not None:
-            as_count(self.window, "window")
+        as_optional_count(self.window, "window")
 
     def __call__(self, tokens: FloatArray) -> FloatArray:
         """FLOPs of one layer for samples of so many tokens, same shape."""

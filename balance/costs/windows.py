@@ -45,8 +45,7 @@ def _by_layer_types(config: Config, num_layers: int) -> list[bool] | None:
     types = config.per_layer("layer_types", num_layers)
     if types is None:
         return None
-    unknown = sorted({str(kind) for kind in types if kind not in _LAYER_TYPES})
-    if unknown:
+    if unknown := sorted({str(kind) for kind in types if kind not in _LAYER_TYPES}):
         raise ValueError(
             f"layer_types of the config has {', '.join(unknown)}: expected full_attention and sliding_attention, "
             "the cost of other layers is not known; measure some lengths and use fit_cost instead"

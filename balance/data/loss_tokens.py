@@ -28,8 +28,8 @@ def as_loss_tokens(lengths: IntArray, given: npt.ArrayLike | None) -> IntArray:
         raise ValueError(
             f"num_loss_tokens has {counts.size} entries for {lengths.size} lengths: expected one per sample"
         )
-    if (counts > lengths).any():
-        bad = int(np.flatnonzero(counts > lengths)[0])
+    if (more := np.flatnonzero(counts > lengths)).size:
+        bad = more[0]
         raise ValueError(f"num_loss_tokens[{bad}] is {counts[bad]}: expected at most its length, {lengths[bad]}")
     return counts
 

@@ -6,7 +6,7 @@ import ctypes
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils import data as torch_data
 
-from odc.balance.checks import as_cost, as_count
+from odc.balance.checks import as_cost, as_count, as_optional_count
 from odc.errors import shown
 
 _PR_SET_PDEATHSIG = 1
@@ -48,16 +48,18 @@ class Reader(Generic[WantedT, ItemT]):
         worker_init_fn: Callable[[int], None] | None,
     ) -> None:
         num_workers = as_count(num_workers, "num_workers", minimum=0)
-        if prefetch_factor is not None:
-            as_count(prefetch_factor, "prefetch_factor")  # torch takes 0, and then yields nothing
+        as_optional_count(prefetch_factor, "prefetch_factor")  # torch takes 0, and then yields nothing
         timeout_s = as_cost(worker_timeout_s, "worker_timeout_s")
         about_workers = {
             "prefetch_factor": prefetch_factor,
             "persistent_workers": persistent_workers or None,
             "multiprocessing_context": multiprocessing_context,
         }
-        if not num_workers:
-            _refuse(about_workers)
+        for name, value in about_workers.items():
+            if value is not None and not num_workers:
+                raise ValueError(
+                    f"{name}={shown(value)} without workers: leave it out, or pass num_workers of at least 1"
+                )
         self.num_workers = num_workers
         self.num_ahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
         """Items that are made before the first of them is taken."""
@@ -132,12 +134,6 @@ class _Wanted:
 
 def _as_it_is(item: ItemT) -> ItemT:
     return item
-
-
-def _refuse(about_workers: Mapping[str, object]) -> None:
-    for name, value in about_workers.items():
-        if value is not None:
-            raise ValueError(f"{name}={shown(value)} without workers: leave it out, or pass num_workers of at least 1")
 
 
 def name_samples(error: Exception, when: str) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from odc.balance.checks import FloatArray, as_count, as_one_of
+from odc.balance.checks import FloatArray, as_count, as_one_of, as_optional_count
 from odc.balance.costs import CostModel, evaluate
 from odc.balance.grouping.methods import Grouping
 from odc.balance.grouping.rounds import AlignedRounds, EqualStepRounds, FreeRounds, QuotaRounds, Rounds
@@ -39,8 +39,7 @@ class Alignment:
     def __post_init__(self) -> None:
         as_one_of(self.name, "align", get_args(Name))
         as_count(self.accumulated, "gradient_accumulation_steps")
-        if self.minibatch_size is not None:
-            as_count(self.minibatch_size, "minibatch_size")
+        as_optional_count(self.minibatch_size, "minibatch_size")
         if self.name == "minibatch":
             self._check_minibatches()
         elif self.minibatch_size is not None:

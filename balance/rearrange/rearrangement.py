@@ -117,9 +117,8 @@ class Rearrangement:
         weights = np.asarray(sizes, dtype=np.float64)
         if weights.shape != (self.num_items,):
             raise ValueError(f"sizes has shape {weights.shape}: expected one number for each of {self.num_items} items")
-        if not (np.isfinite(weights) & (weights >= 0)).all():
-            bad = int(np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))[0])
-            raise ValueError(f"sizes[{bad}] is {weights[bad]}: expected a finite number of at least 0")
+        if (bad := np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))).size:
+            raise ValueError(f"sizes[{bad[0]}] is {weights[bad[0]]}: expected a finite number of at least 0")
         pairs = owners(self.source) * self.num_ranks + owners(self.target)
         total = np.bincount(pairs, weights=weights, minlength=self.num_ranks**2)
         return total.reshape(self.num_ranks, self.num_ranks).astype(np.float64, copy=False)

@@ -25,7 +25,6 @@ class Law(Protocol):
 
     def quantiles(self, u: FloatArray, v: FloatArray, /) -> FloatArray:
         """Lengths (tokens, not rounded) for independent uniform numbers ``u`` and ``v`` in (0, 1)."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,9 @@ class LayeredCost(Protocol):
     @property
     def counts(self) -> tuple[int, ...]:
         """Number of layers of each kind."""
-        ...
 
     def by_group(self, lengths: npt.ArrayLike, /) -> FloatArray:
         """Cost of one layer of each kind, (num_kinds, num_samples)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -138,8 +136,11 @@ class Stopwatch:
         """
         if comm not in ("odc", "collective"):
             raise ValueError(f"comm={shown(comm)}: expected 'odc' or 'collective'")
+        machine, share = self._machine, self._machine.forward_share
+        # Part of the compute, and communication: of a forward, then of a backward.
+        stages = (share, machine.gather), (1 - share, machine.gather + machine.scatter)
         exists = np.arange(max(plan.num_microbatches))[None] < np.array(plan.num_microbatches)[:, None]
-        rates = self._machine.rates(plan)[:, None]
+        rates = machine.rates(plan)[:, None]
         busy, makespan = np.zeros(exists.shape), 0.0
         attention = None
         if plan.layout == "padded-attention":
@@ -149,22 +150,14 @@ class Stopwatch:
             compute = microbatch_costs(plan.microbatches, costs, plan.lengths, plan.layout, attention)
             if plan.microbatch_cost:
                 compute = compute + exists * plan.microbatch_cost / self._counts.sum()
-            for part, communication in self._stages():
-                times = count * self._stage(part * compute / rates, communication)
+            for part, communication in stages:
+                work = part * compute / rates
+                times = count * (work + communication - machine.overlap * np.minimum(work, communication))
                 if comm == "odc":
                     times = times * exists
                 makespan += float(times.max(axis=0, initial=0.0).sum())
                 busy += times
         if comm == "odc":
             makespan = float(busy.sum(axis=1).max(initial=0.0))
-        end = self._machine.synchronization
+        end = machine.synchronization
         return Elapsed(makespan + end, float(busy.sum()) + end * plan.world_size)
-
-    def _stages(self) -> tuple[tuple[float, float], ...]:
-        """Part of the compute, and communication: of a forward, then of a backward."""
-        machine = self._machine
-        share = machine.forward_share
-        return (share, machine.gather), (1 - share, machine.gather + machine.scatter)
-
-    def _stage(self, compute: FloatArray, communication: float) -> FloatArray:
-        return compute + communication - self._machine.overlap * np.minimum(compute, communication)
