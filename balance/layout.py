@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray, as_one_of
 
+T = TypeVar("T")
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 Layout = Literal["packed", "padded", "padded-attention"]
 """In "packed" microbatches, tokens and costs are the sums of those of the samples. In "padded" ones they are the number
@@ -137,6 +138,14 @@ def by_rank(microbatches: Microbatches) -> list[IntArray]:
 def split(items: npt.NDArray[ScalarT], ends: IntArray) -> list[npt.NDArray[ScalarT]]:
     """Part i from ``ends[i]`` to ``ends[i + 1]``. (``np.split`` takes ten times as long.)"""
     return [items[a:b] for a, b in itertools.pairwise(ends.tolist())]
+
+
+def permuted(batches: Sequence[T], ranks: Sequence[int]) -> list[T]:
+    """Batch i at place ``ranks[i]``."""
+    found = list(batches)
+    for batch, rank in zip(batches, ranks, strict=True):
+        found[rank] = batch
+    return found
 
 
 def microbatch_tokens(microbatches: Microbatches, lengths: IntArray, layout: Layout) -> IntArray:

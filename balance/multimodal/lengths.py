@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from odc.balance.checks import FloatArray, IntArray, as_count, as_integer
-from odc.balance.costs import CostModel
-from odc.balance.costs.models import check_cost
+from odc.balance.checks import FloatArray, IntArray, as_integer, as_optional_count
+from odc.balance.costs.models import CostModel, check_cost
 from odc.balance.layout import Layout, as_layout, by_rank, split
 from odc.errors import shorten, shown
 
@@ -54,10 +53,8 @@ class Phase:
         except ValueError as error:
             raise ValueError(f"phase {self.name!r}: {error}") from error
         as_layout(self.layout)
-        if self.max_tokens is not None:
-            as_count(self.max_tokens, f"max_tokens of phase {self.name!r}")
-        if self.row_bytes is not None:
-            as_count(self.row_bytes, f"row_bytes of phase {self.name!r}")
+        as_optional_count(self.max_tokens, f"max_tokens of phase {self.name!r}")
+        as_optional_count(self.row_bytes, f"row_bytes of phase {self.name!r}")
 
 
 class ItemLengths(NamedTuple):
@@ -175,7 +172,11 @@ class MinibatchLengths:
         """An item, for messages."""
         sample = int(self.items[modality].sample[item])
         place = item - int(np.searchsorted(self.items[modality].sample, sample))
-        return f"{modality} item {place} of sample {sample} of the minibatch (read by rank {self.rank_of(sample)})"
+        return f"{modality} item {place} of {self.sample_name(sample)}"
+
+    def sample_name(self, sample: int) -> str:
+        """A sample, for messages."""
+        return f"sample {sample} of the minibatch (read by rank {self.rank_of(sample)})"
 
     @classmethod
     def of_ranks(cls, rows: Sequence[RankLengths], modalities: Sequence[str]) -> MinibatchLengths:

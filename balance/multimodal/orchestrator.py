@@ -6,15 +6,15 @@ goes from where it was made to where its sample's sequence is, in one step (rear
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from functools import partial
 
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of, check_fit
 from odc.balance.costs import QuadraticCost, attention_costs, evaluate
-from odc.balance.layout import FlatMicrobatches, Layout, microbatch_tokens, split
+from odc.balance.layout import FlatMicrobatches, Layout, microbatch_tokens, permuted, split
 from odc.balance.multimodal.lengths import Items, MinibatchLengths, Phase, SampleLengths
 from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, forward_ends, in_order
 from odc.balance.multimodal.simulate import step_times
@@ -30,7 +30,6 @@ from odc.balance.rearrange.rearrangement import Rearrangement, owners
 from odc.balance.rearrange.rebalance import rebalanced
 from odc.errors import shown
 
-T = TypeVar("T")
 _PROBES: IntArray = 2 ** np.arange(0, 18, 3)
 """Lengths by whose costs cost models are compared."""
 
@@ -235,10 +234,9 @@ class Orchestrator:
         costs = evaluate(phase.cost, lengths.language)
         microbatches: Sequence[Parts] = lengths.microbatches
         limit = phase.max_tokens
+        _check_fit(phase, lengths.language, lengths.sample_name)
         if limit is None:  # and so no policy
             limit = max((int(lengths.language[m].sum()) for rank in microbatches for m in rank), default=1)
-        else:
-            self._check_language(lengths, limit)
         if self.policy == "local":
             microbatches, name = self._packed(lengths.language, costs, has, limit), "local"
         elif self.policy in ("joint", "whole") or type(self.policy) is LBMini:
@@ -277,13 +275,13 @@ class Orchestrator:
         """The batches of all ranks, each given to a rank that has much of it, or whose node has."""
         ranks_per_node = self.ranks_per_node or self.num_ranks
         placed = place_items(owners(has), owners(in_order(plan)), plan.lengths, self.num_ranks, ranks_per_node)
-        return _permuted(plan.microbatches, placed)
+        return permuted(plan.microbatches, placed)
 
     def _plan_encoder(
         self, phase: Phase, lengths: MinibatchLengths, has: list[IntArray], wants: list[IntArray]
     ) -> Plan:
         items = lengths.items[phase.name]
-        self._check_fit(phase, lengths)
+        _check_fit(phase, items.encoder, partial(lengths.name, phase.name))
         costs = evaluate(phase.cost, items.encoder)
         batches = self._balanced(phase, items, costs, has, wants) if self.balance_encoders else wants
         if phase.max_tokens is None:
@@ -317,7 +315,7 @@ class Orchestrator:
             self.num_ranks,
             self.ranks_per_node or self.num_ranks,
         )
-        return _permuted(batches, placed)
+        return permuted(batches, placed)
 
     def _one_each(self, batches: Sequence[IntArray]) -> FlatMicrobatches:
         return FlatMicrobatches.one_each(batches, keep_empty=self.comm == "collective")
@@ -329,24 +327,15 @@ class Orchestrator:
         most = max(map(len, microbatches))
         return [[*mine, *([] for _ in range(most - len(mine)))] for mine in microbatches]
 
-    def _check_language(self, lengths: MinibatchLengths, limit: int) -> None:
-        try:
-            check_fit(lengths.language, limit)
-        except ValueError as error:
-            worst = int(np.argmax(lengths.language))
-            where = f"sample {worst} of the minibatch (read by rank {lengths.rank_of(worst)})"
-            raise ValueError(f"phase {self.language.name!r}, {where}: {error}") from None
 
-    @staticmethod
-    def _check_fit(phase: Phase, lengths: MinibatchLengths) -> None:
-        items = lengths.items[phase.name]
-        if phase.max_tokens is None:
-            return
-        try:
-            check_fit(items.encoder, phase.max_tokens)
-        except ValueError as error:
-            worst = int(np.argmax(items.encoder))
-            raise ValueError(f"phase {phase.name!r}, {lengths.name(phase.name, worst)}: {error}") from None
+def _check_fit(phase: Phase, tokens: IntArray, name: Callable[[int], str]) -> None:
+    """Check the limit of a phase, whose items (for the language model: samples) have so many tokens."""
+    if phase.max_tokens is None:
+        return
+    try:
+        check_fit(tokens, phase.max_tokens)
+    except ValueError as error:
+        raise ValueError(f"phase {phase.name!r}, {name(int(np.argmax(tokens)))}: {error}") from None
 
 
 def _identity(phase: Phase) -> dict[str, object]:
@@ -371,11 +360,3 @@ def _cut(layout: Layout, max_tokens: int, lengths: IntArray, costs: FloatArray, 
             total = int(lengths[item])
         parts[-1].append(item)
     return parts
-
-
-def _permuted(batches: Sequence[T], ranks: Sequence[int]) -> list[T]:
-    """Batch i at place ``ranks[i]``."""
-    found = list(batches)
-    for batch, rank in zip(batches, ranks, strict=True):
-        found[rank] = batch
-    return found

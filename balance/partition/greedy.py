@@ -18,12 +18,11 @@ def longest_first(costs: FloatArray, k: int, *, equal_size: bool, speeds: FloatA
     the one that finishes first.
     """
     capacity = costs.size // k if equal_size else costs.size
-    order = np.argsort(-costs, kind="stable").tolist()
-    if speeds is None:
-        return _lightest_first(costs.tolist(), order, k, capacity)
-    parts: Parts = [[] for _ in range(k)]
     loads = np.zeros(k)
-    for item in order:
+    if speeds is None:
+        return lightest_first(costs, loads, capacity)
+    parts: Parts = [[] for _ in range(k)]
+    for item in np.argsort(-costs, kind="stable").tolist():
         part = int(np.argmin((loads + costs[item]) / speeds))
         parts[part].append(item)
         loads[part] += costs[item]
@@ -32,10 +31,12 @@ def longest_first(costs: FloatArray, k: int, *, equal_size: bool, speeds: FloatA
     return parts
 
 
-def _lightest_first(values: list[float], order: list[int], k: int, capacity: int) -> Parts:
-    parts: Parts = [[] for _ in range(k)]
-    heap = [(0.0, part) for part in range(k)]
-    for item in order:
+def lightest_first(costs: FloatArray, loads: FloatArray, capacity: int) -> Parts:
+    """The same without ``speeds``, on top of the parts' ``loads``. One that holds ``capacity`` items takes no more."""
+    parts: Parts = [[] for _ in loads]
+    values, heap = costs.tolist(), [(load, part) for part, load in enumerate(loads.tolist())]
+    heapq.heapify(heap)
+    for item in np.argsort(-costs, kind="stable").tolist():
         load, part = heap[0]
         parts[part].append(item)
         if len(parts[part]) == capacity:

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import MAX_PARTS, FloatArray, as_costs, as_count, as_speeds
+from odc.balance.layout import permuted
 from odc.balance.partition.bounds import lower_bound
 from odc.balance.partition.differencing import Parts, largest_differencing
-from odc.balance.partition.greedy import longest_first
+from odc.balance.partition.greedy import lightest_first, longest_first
 from odc.balance.partition.refine import CLOSE_ENOUGH, Limit, refine
 from odc.balance.partition.resplit import resplit
 
@@ -82,10 +83,7 @@ def split_by_cost(
     starts = np.flatnonzero(np.diff(sorted_speeds, prepend=np.inf)).tolist()
     for start, end in zip(starts, [*starts[1:], k], strict=True):
         parts[start:end] = canonical(parts[start:end])
-    by_device: Parts = [[] for _ in range(k)]
-    for device, part in zip(fastest_first.tolist(), parts, strict=True):
-        by_device[device] = part
-    return by_device
+    return permuted(parts, fastest_first.tolist())
 
 
 def split_beside(costs: FloatArray, loads: FloatArray) -> Parts:
@@ -96,13 +94,7 @@ def split_beside(costs: FloatArray, loads: FloatArray) -> Parts:
     Returns:
         Part p belongs to ``loads[p]``; its items ascending.
     """
-    parts: Parts = [[] for _ in range(loads.size)]
-    heap = [(float(load), part) for part, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for item in np.argsort(-costs, kind="stable").tolist():
-        load, part = heap[0]
-        parts[part].append(item)
-        heapq.heapreplace(heap, (load + float(costs[item]), part))
+    parts = lightest_first(costs, loads, capacity=costs.size)
     return [sorted(part) for part in refine(costs, parts, equal_size=False, loads=loads)]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -86,8 +88,54 @@ def refine(
     return table.parts()
 
 
-class _Table:
-    """The partition as a table: a row per part, its items by cost. -1 is no item, of cost 0."""
+class ExchangeTable(ABC):
+    """A partition as a table: a row per part, -1 is no item. Exchanges between two rows improve it: a swap of items, or
+    a move, which is a swap with none."""
+
+    min_gain: ClassVar[float]
+    """An exchange must gain this fraction of the makespan."""
+
+    times: FloatArray
+    """When each part finishes."""
+
+    _items: IntArray
+    _target = 0.0
+    """Who finishes by then gives nothing."""
+
+    def exchange(self, slow: IntArray, fast: IntArray) -> npt.NDArray[np.bool_]:
+        """The best exchange of each pair of rows, where it helps; which did. No row is in two pairs."""
+        given, taken, times = self._best(slow, fast)
+        helps = times < self.times[slow] - self.min_gain * float(self.times.max(initial=0.0))
+        helps &= self.times[slow] > self._target
+        self._swap(slow[helps], given[helps], fast[helps], taken[helps])
+        return helps
+
+    def improve(self, row: np.int64, others: IntArray) -> bool:
+        """Make the best exchange of ``row`` with one of ``others``, if it helps."""
+        given, taken, times = self._best(np.full_like(others, row), others)
+        best = int(np.argmin(times))
+        if not times[best] < self.times[row] * (1 - self.min_gain):
+            return False
+        self._swap(np.array([row]), given[[best]], others[[best]], taken[[best]])
+        return True
+
+    def _swap(self, slow: IntArray, given: IntArray, fast: IntArray, taken: IntArray) -> None:
+        self._items[slow, given], self._items[fast, taken] = self._items[fast, taken], self._items[slow, given]
+        self._sort(np.concatenate([slow, fast]))
+
+    @abstractmethod
+    def _best(self, slow: IntArray, fast: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
+        """For each pair: columns of what to give and take, and when the later one would then finish."""
+
+    @abstractmethod
+    def _sort(self, rows: IntArray) -> None:
+        """Put the items of these rows, which have others now, in order, and work out their times."""
+
+
+class _Table(ExchangeTable):
+    """The items of each part by cost. No item has cost 0."""
+
+    min_gain = MIN_GAIN
 
     def __init__(
         self,
@@ -112,7 +160,8 @@ class _Table:
         self._fixed_loads = np.zeros(len(parts)) if loads is None else loads
         self._fixed_weights = np.zeros(len(parts), dtype=np.int64)
         if widest > width:
-            parts, self._left_out = _costliest(costs, parts, width)
+            costliest_first = [sorted(part, key=lambda item: (-costs[item], item)) for part in parts]
+            parts, self._left_out = [p[:width] for p in costliest_first], [p[width:] for p in costliest_first]
             self._fixed_loads = self._fixed_loads + np.array([costs[items].sum() for items in self._left_out])
             if limit is not None:
                 self._fixed_weights = np.array([limit.weights[items].sum() for items in self._left_out])
@@ -124,8 +173,7 @@ class _Table:
         self._sort(np.arange(len(parts)))
 
     @property
-    def times(self) -> FloatArray:
-        """When each part finishes."""
+    def times(self) -> FloatArray:  # type: ignore[override]
         return self._loads if self._speeds is None else self._loads / self._speeds
 
     def is_even(self, rows: IntArray) -> bool:
@@ -144,28 +192,10 @@ class _Table:
     def num_rounds(self) -> int:
         """How many rounds are worth their time: each compares all items of half the parts with others."""
         height, width = self._items.shape
-        comparisons = height * width * (width if width <= _DENSE_WIDTH else 2 * _DENSE_WIDTH)
+        comparisons = int(height * width * (width if width <= _DENSE_WIDTH else 2 * _DENSE_WIDTH))
         return min(_MAX_ROUNDS, max(10, _MAX_COMPARISONS // max(comparisons, 1)))
 
-    def exchange(self, slow: IntArray, fast: IntArray) -> npt.NDArray[np.bool_]:
-        """The best exchange of each pair of rows, where it helps; which did. No row is in two pairs."""
-        given, taken, times = self._best(slow, fast)
-        helps = times < self.times[slow] - MIN_GAIN * float(self.times.max(initial=0.0))
-        helps &= self.times[slow] > self._target
-        self._swap(slow[helps], given[helps], fast[helps], taken[helps])
-        return helps
-
-    def improve(self, row: np.int64, others: IntArray) -> bool:
-        """Make the best exchange of ``row`` with one of ``others``, if it helps."""
-        given, taken, times = self._best(np.full_like(others, row), others)
-        best = int(np.argmin(times))
-        if not times[best] < self.times[row] * (1 - MIN_GAIN):
-            return False
-        self._swap(np.array([row]), given[[best]], others[[best]], taken[[best]])
-        return True
-
     def _best(self, slow: IntArray, fast: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
-        """For each pair: columns of what to give and take, and when the later one would then finish."""
         width = self._items.shape[1]
         at_once = max(1, _BLOCK // (width * min(width, _DENSE_WIDTH)))
         if slow.size <= at_once:
@@ -212,7 +242,8 @@ class _Table:
         One binary search serves all pairs: those of pair p are shifted by 2 p, costs scaled to at most 1.
         """
         width = self._items.shape[1]
-        share = np.full(slow.size, 0.5) if self._speeds is None else _share(self._speeds[slow], self._speeds[fast])
+        # The part of two devices' work that the fast one should have.
+        share = 0.5 if self._speeds is None else self._speeds[fast] / (self._speeds[slow] + self._speeds[fast])
         ideal = (self._loads[slow] + self._loads[fast]) * share - self._loads[fast]
         scale = float(self._item_costs.max()) or 1.0
         first = 2.0 * np.arange(slow.size)[:, None]
@@ -222,10 +253,6 @@ class _Table:
         above -= np.arange(slow.size)[:, None] * width
         nearest: IntArray = np.concatenate([np.clip(above - 1, 0, width - 1), np.clip(above, 0, width - 1)], axis=1)
         return nearest
-
-    def _swap(self, slow: IntArray, given: IntArray, fast: IntArray, taken: IntArray) -> None:
-        self._items[slow, given], self._items[fast, taken] = self._items[fast, taken], self._items[slow, given]
-        self._sort(np.concatenate([slow, fast]))
 
     def _sort(self, rows: IntArray) -> None:
         items = self._items[rows]
@@ -246,15 +273,3 @@ def _pairs(width: int) -> tuple[IntArray, IntArray]:
     """The columns of all pairs of an item of one part with an item of another."""
     first, second = np.divmod(np.arange(width * width), width)
     return first, second
-
-
-def _share(slow: FloatArray, fast: FloatArray) -> FloatArray:
-    """The part of two devices' work that the fast one should have."""
-    share: FloatArray = fast / (slow + fast)
-    return share
-
-
-def _costliest(costs: FloatArray, parts: Parts, num: int) -> tuple[Parts, Parts]:
-    """The ``num`` costliest items of each part, and the others."""
-    ordered = [sorted(part, key=lambda item: (-costs[item], item)) for part in parts]
-    return [part[:num] for part in ordered], [part[num:] for part in ordered]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from odc.balance.partition import split_by_cost
-from odc.balance.partition.differencing import Parts
+from odc.balance.partition import Parts, split_by_cost
 from odc.balance.policies.base import Job, Policy, costliest_first, renumber
 from odc.balance.policies.packing import Packer, min_microbatches, pack_together, smallest
 

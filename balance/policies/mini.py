@@ -9,8 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from odc.balance.checks import FloatArray
-from odc.balance.partition import split_by_cost
-from odc.balance.partition.differencing import Parts
+from odc.balance.partition import Parts, split_by_cost
 from odc.balance.plan import PackedOnDemand
 from odc.balance.policies.base import Job, Policy, costliest_first, renumber
 from odc.balance.policies.micro import equally_many

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from odc.balance.checks import IntArray
-from odc.balance.layout import by_rank
+from odc.balance.layout import by_rank, permuted
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import PackedOnDemand, Plan
 from odc.balance.policies import LBMini, Policy
@@ -32,8 +32,7 @@ def plan_from_home(policy: Policy, job: Job, home: Sequence[IntArray], ranks_per
         return policy.to_plan(job, packed_on_demand(job, [mine.tolist() for mine in ranks]))
     plan = policy.plan_job(job)
     placed = place_items(owners(home), owners(samples_of(plan)), job.lengths, job.world_size, ranks_per_node)
-    batches = dict(zip(placed, plan.microbatches, strict=True))
-    return replace(plan, microbatches=[batches[rank] for rank in range(job.world_size)])
+    return replace(plan, microbatches=permuted(plan.microbatches, placed))
 
 
 def samples_of(plan: Plan) -> list[IntArray]:

@@ -60,7 +60,14 @@ def place_on_nodes(volume: npt.ArrayLike, ranks_per_node: int) -> list[int]:
         >>> place_on_nodes([[0, 0, 9, 0], [0, 9, 0, 0], [9, 0, 0, 0], [0, 0, 0, 9]], ranks_per_node=2)
         [2, 1, 0, 3]
     """
-    array = _checked(volume)
+    array = np.asarray(volume)
+    if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
+        raise ValueError(f"volume has shape {array.shape}: expected (num_ranks, num_ranks), with at least one rank")
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"volume has dtype {array.dtype}: expected numbers, integers or floats")
+    if (bad := np.argwhere(~(np.isfinite(array) & (array >= 0)))).size:
+        i, j = bad[0].tolist()
+        raise ValueError(f"volume[{i}, {j}] is {array[i, j]}: expected a finite number of at least 0")
     ranks, batches = np.nonzero(array)
     return place_items(ranks, batches, array[ranks, batches], len(array), ranks_per_node)
 
@@ -90,18 +97,6 @@ def place_items(
         placed[mine] = first + _within_node(volumes.table[mine, first : first + ranks_per_node].T)
     found_ranks: list[int] = placed.tolist()
     return found_ranks
-
-
-def _checked(volume: npt.ArrayLike) -> npt.NDArray[Any]:
-    array = np.asarray(volume)
-    if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
-        raise ValueError(f"volume has shape {array.shape}: expected (num_ranks, num_ranks), with at least one rank")
-    if array.dtype.kind not in "iuf":
-        raise ValueError(f"volume has dtype {array.dtype}: expected numbers, integers or floats")
-    if (bad := np.argwhere(~(np.isfinite(array) & (array >= 0)))).size:
-        i, j = bad[0].tolist()
-        raise ValueError(f"volume[{i}, {j}] is {array[i, j]}: expected a finite number of at least 0")
-    return array
 
 
 class _Volumes:

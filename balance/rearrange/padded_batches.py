@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray
-from odc.balance.partition.differencing import Parts
-from odc.balance.partition.kway import split_by_cost
-from odc.balance.partition.refine import CLOSE_ENOUGH
+from odc.balance.partition import Parts, split_by_cost
+from odc.balance.partition.refine import CLOSE_ENOUGH, ExchangeTable
 
 # An exchange must gain this fraction of the makespan: smaller ones are rounding errors, and could repeat forever.
 _MIN_GAIN = 1e-9
@@ -274,17 +273,19 @@ def _improved(items: Items, parts: Parts) -> Parts:
     half, shift = min(items.num_ranks // 2, _MAX_PAIRS), 0
     comparisons = half * min(_MAX_CANDIDATES, max(map(len, parts))) ** 2
     for _ in range(min(_MAX_ROUNDS, max(_MIN_ROUNDS, _MAX_COMPARISONS // max(comparisons, 1)))):
-        order = np.argsort(-table.costs, kind="stable")
+        order = np.argsort(-table.times, kind="stable")
         if shift < min(half, _NUM_PAIRINGS):
             improved = table.exchange(order[:half], np.roll(order[::-1][:half], -shift))
             shift = 0 if improved[0] else shift + 1
-        elif not (table.improve(order) or table.split_anew(order)):
+        elif not (table.improve(order[0], order[:0:-1][:_MAX_PARTNERS]) or table.split_anew(order)):
             break
     return table.parts()
 
 
-class _Table:
+class _Table(ExchangeTable):
     """Batches as rows of items, the longest first, then -1: no item, of length 0."""
+
+    min_gain = _MIN_GAIN
 
     def __init__(self, items: Items, parts: Parts) -> None:
         self._linear = items.linear
@@ -293,30 +294,13 @@ class _Table:
         self._items = np.full((len(parts), max(map(len, parts)) + 2), -1, dtype=np.int64)
         for row, part in enumerate(parts):
             self._items[row, : len(part)] = part
-        self._sums, self.costs = np.zeros(len(parts)), np.zeros(len(parts))
+        self._sums, self.times = np.zeros(len(parts)), np.zeros(len(parts))
         self._counts = np.zeros(len(parts), dtype=np.int64)
         self._splits_left = _MAX_SPLITS
         self._sort(np.arange(len(parts)))
 
     def parts(self) -> Parts:
         return [row[:count] for row, count in zip(self._items.tolist(), self._counts.tolist(), strict=True)]
-
-    def exchange(self, costly: IntArray, cheap: IntArray) -> np.ndarray:
-        """The best exchange of each pair of rows, where it helps; which did. No row is in two pairs."""
-        given, taken, costs = self._best(costly, cheap)
-        helps: np.ndarray = costs < self.costs[costly] - _MIN_GAIN * float(self.costs.max())
-        self._swap(costly[helps], given[helps], cheap[helps], taken[helps])
-        return helps
-
-    def improve(self, order: IntArray) -> bool:
-        """Make the best exchange of the costliest row with one of the cheapest, if it helps."""
-        costliest, others = order[:1], order[:0:-1][:_MAX_PARTNERS]
-        given, taken, costs = self._best(np.repeat(costliest, others.size), others)
-        best = int(np.argmin(costs))
-        if not costs[best] < self.costs[costliest[0]] * (1 - _MIN_GAIN):
-            return False
-        self._swap(costliest, given[[best]], others[[best]], taken[[best]])
-        return True
 
     def split_anew(self, order: IntArray) -> bool:
         """Divide the items of the costliest row and of another one, few all together, in another way, if it helps."""
@@ -333,7 +317,7 @@ class _Table:
             costs = self._of_subsets(first, both, firsts)
             costs = np.maximum(costs, self._of_subsets(second, both, np.zeros_like(firsts)))
             best = int(np.argmin(costs))
-            if costs[best] < self.costs[costliest] * (1 - _MIN_GAIN):
+            if costs[best] < self.times[costliest] * (1 - _MIN_GAIN):
                 self._items[pair] = -1
                 for row, chosen in zip(pair, (both[first[best]], both[second[best]]), strict=True):
                     missing = chosen.size - self._items.shape[1] + 1
@@ -350,7 +334,6 @@ class _Table:
         return costs
 
     def _best(self, costly: IntArray, cheap: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
-        """For each pair of rows: columns of what to give and take, and what the costlier one would then cost."""
         given, taken = self._candidates(costly), self._candidates(cheap)
         gives = np.take_along_axis(self._items[costly], given, axis=1)
         takes = np.take_along_axis(self._items[cheap], taken, axis=1)
@@ -381,17 +364,13 @@ class _Table:
         heads: FloatArray = np.where(columns == 0, second[:, None], first[:, None])
         return heads
 
-    def _swap(self, costly: IntArray, given: IntArray, cheap: IntArray, taken: IntArray) -> None:
-        self._items[costly, given], self._items[cheap, taken] = self._items[cheap, taken], self._items[costly, given]
-        self._sort(np.concatenate([costly, cheap]))
-
     def _sort(self, rows: IntArray) -> None:
         none = self._lengths.size
         items = np.sort(np.where(self._items[rows] < 0, none, self._items[rows]), axis=1)
         items[items == none] = -1
         self._items[rows] = items
         self._sums[rows], self._counts[rows] = self._lengths[items].sum(axis=1), (items >= 0).sum(axis=1)
-        self.costs[rows] = self._linear * self._sums[rows] + self._counts[rows] * self._quad[items[:, 0]]
+        self.times[rows] = self._linear * self._sums[rows] + self._counts[rows] * self._quad[items[:, 0]]
         if (items[:, -1] >= 0).any():
             # Room for one more in each row.
             self._items = np.pad(self._items, ((0, 0), (0, 2)), constant_values=-1)

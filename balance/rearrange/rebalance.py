@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray, as_costs, as_count
+from odc.balance.layout import permuted
+from odc.balance.partition import Parts, split_beside, split_by_cost
 from odc.balance.partition.bounds import lower_bound
-from odc.balance.partition.differencing import Parts
-from odc.balance.partition.kway import split_beside, split_by_cost
 from odc.balance.partition.refine import refine
 from odc.balance.rearrange.levelling import Loads
 from odc.balance.rearrange.nodes import place_items
@@ -99,7 +99,8 @@ def rebalanced(
         anew = split_beside(values, beside) if beside.any() else split_by_cost(values, num_ranks, equal_size=False)
         if _makespan(values, anew, beside) * (1 + _WORTH_MOVING) < makespan:
             if not beside.any():
-                anew = _placed(values, has, anew, ranks_per_node or num_ranks)
+                placed = place_items(owners(has), owners(anew), values, num_ranks, ranks_per_node or num_ranks)
+                anew = permuted(anew, placed)
             return batches(owners(anew), num_ranks)
     return batches(owners(stuck), num_ranks)
 
@@ -128,11 +129,3 @@ def _bound(values: FloatArray, beside: FloatArray) -> float:
     if not beside.any():
         return lower_bound(values, beside.size, equal_size=False, speeds=None)
     return max(float(beside.max()), math.fsum([*values.tolist(), *beside.tolist()]) / beside.size, float(values.max()))
-
-
-def _placed(values: FloatArray, has: Sequence[IntArray], parts: Parts, ranks_per_node: int) -> Parts:
-    found: Parts = [[] for _ in parts]
-    placed = place_items(owners(has), owners(parts), values, len(parts), ranks_per_node)
-    for part, rank in zip(parts, placed, strict=True):
-        found[rank] = part
-    return found
