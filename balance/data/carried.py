@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from odc.balance.multimodal.payload import from_bytes, to_bytes
-from odc.balance.rearrange.exchange import DTYPES
+from odc.balance.multimodal.payload import check_kind, from_bytes, to_bytes
 from odc.errors import shown
 
 _TENSOR, _DICT, _LIST, _TUPLE = "tensor", "dict", "list", "tuple"
@@ -45,8 +44,7 @@ def _flatten(value: object, tensors: list[torch.Tensor], where: str) -> Any:
             raise ValueError(
                 f"{where} requires a gradient, which would not come back from another rank: expected data; detach() it"
             )
-        if value.dtype not in DTYPES:
-            raise ValueError(f"{where} has dtype {value.dtype}: expected one of {', '.join(map(str, DTYPES))}")
+        check_kind(value, where)
         tensors.append(value)
         return {_TENSOR: value.device.type}
     if value is None or isinstance(value, bool | int | float | str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import numpy.typing as npt
@@ -72,21 +73,13 @@ def _pack(pool: list[int], tokens: list[int], max_tokens: int) -> list[int]:
     return batch
 
 
-def _pad_closest(pool: list[int], tokens: list[int], max_tokens: int) -> list[int]:
-    return _pad(pool, tokens, max_tokens, lambda sample, longest: abs(tokens[sample] - longest))
-
-
-def _pad_first(pool: list[int], tokens: list[int], max_tokens: int) -> list[int]:
-    return _pad(pool, tokens, max_tokens, lambda sample, longest: 0)
-
-
 def _pad(pool: list[int], tokens: list[int], max_tokens: int, prefer: Callable[[int, int], int]) -> list[int]:
-    """A padded batch; of equal areas the one with the least ``prefer(sample, longest)``, then the oldest."""
+    """A padded batch; of equal areas the one with the least ``prefer(length, longest)``, then the oldest."""
     batch, left = [pool[0]], pool[1:]
     longest = tokens[pool[0]]
     while left:
         # Count times the longer of two grows with the sample: what is least is so for the longest there can be.
-        best = min(left, key=lambda sample: (max(tokens[sample], longest), prefer(sample, longest)))
+        best = min(left, key=lambda sample: (max(tokens[sample], longest), prefer(tokens[sample], longest)))
         if (len(batch) + 1) * max(tokens[best], longest) > max_tokens:
             break
         batch.append(best)
@@ -96,7 +89,7 @@ def _pad(pool: list[int], tokens: list[int], max_tokens: int, prefer: Callable[[
 
 
 _TAKE: dict[str, Callable[[list[int], list[int], int], list[int]]] = {
-    "prefer-closest": _pad_closest,
-    "prefer-first": _pad_first,
+    "prefer-closest": partial(_pad, prefer=lambda length, longest: abs(length - longest)),
+    "prefer-first": partial(_pad, prefer=lambda length, longest: 0),
     "pack": _pack,
 }

@@ -152,11 +152,8 @@ def plan_last(costs: Sequence[npt.ArrayLike], num_last: int) -> list[list[list[t
         ``[rank][minibatch]``: the samples that a rank is to have then, as (rank that has it, position in its pool). No
         minibatch is empty on all ranks, unless there are fewer samples than minibatches.
     """
-    pools = [as_costs(mine) for mine in costs]
-    owned = [(position, rank) for rank, mine in enumerate(pools) for position in range(mine.size)]
-    owned.sort()  # by age, as far as ranks can compare
-    values = np.array([pools[rank][position] for position, rank in owned])
-    num_parts = min(values.size, num_last * len(pools))
+    owned, values = _by_age(costs)
+    num_parts = min(values.size, num_last * len(costs))
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [(0.0, number) for number in range(num_parts)]
     for sample in np.argsort(-values, kind="stable").tolist():  # the dearest first, each to what has least
@@ -169,14 +166,14 @@ def plan_last(costs: Sequence[npt.ArrayLike], num_last: int) -> list[list[list[t
     # Not by cost or by age: an epoch would end with its dearest samples, few in each minibatch.
     order = np.argsort(random_generator("last minibatches", num_last).random_raw(num_last), kind="stable").tolist()
     minibatches = [minibatches[i] for i in order]
-    ranks: list[list[list[tuple[int, int]]]] = [[] for _ in pools]
-    numbers = [0] * len(pools)
+    ranks: list[list[list[tuple[int, int]]]] = [[] for _ in costs]
+    numbers = [0] * len(costs)
     for minibatch in minibatches:
         larger_first = sorted(minibatch, key=len, reverse=True)
-        by_number = sorted(range(len(pools)), key=numbers.__getitem__)
+        by_number = sorted(range(len(costs)), key=numbers.__getitem__)
         for at, rank in enumerate(by_number):
             part = sorted(larger_first[at]) if at < len(larger_first) else []
-            ranks[rank].append([(owned[i][1], owned[i][0]) for i in part])
+            ranks[rank].append([owned[i] for i in part])
             numbers[rank] += len(part)
     return ranks
 
@@ -194,15 +191,21 @@ def even_out(costs: Sequence[npt.ArrayLike], pool_size: int) -> list[list[tuple[
         For each rank, the samples that it is to have, as (rank that has it, position in its pool), those that have
         waited longest first.
     """
-    pools = [as_costs(mine) for mine in costs]
-    owned = [(position, rank) for rank, mine in enumerate(pools) for position in range(mine.size)]
-    owned.sort()  # by age, as far as ranks can compare
-    values = np.array([pools[rank][position] for position, rank in owned])
-    parts = split_by_cost(values, len(pools), equal_size=False)
+    owned, values = _by_age(costs)
+    parts = split_by_cost(values, len(costs), equal_size=False)
     if max(map(len, parts)) > pool_size:
-        filled_up = np.concatenate([values, np.zeros(-values.size % len(pools))])
-        parts = [[i for i in part if i < values.size] for part in split_by_cost(filled_up, len(pools), equal_size=True)]
-    return [[(owned[i][1], owned[i][0]) for i in sorted(part)] for part in parts]
+        filled_up = np.concatenate([values, np.zeros(-values.size % len(costs))])
+        parts = [[i for i in part if i < values.size] for part in split_by_cost(filled_up, len(costs), equal_size=True)]
+    return [[owned[i] for i in sorted(part)] for part in parts]
+
+
+def _by_age(costs: Sequence[npt.ArrayLike]) -> tuple[list[tuple[int, int]], FloatArray]:
+    """The samples of all pools, as (rank that has it, position in its pool), by age as far as ranks can compare; and
+    what each costs."""
+    pools = [as_costs(mine) for mine in costs]
+    owned = [(rank, position) for rank, mine in enumerate(pools) for position in range(mine.size)]
+    owned.sort(key=lambda sample: sample[::-1])
+    return owned, np.array([pools[rank][position] for rank, position in owned])
 
 
 def fill_quota(costs: npt.ArrayLike, quota: float, usual: float = float("inf"), most: int | None = None) -> list[int]:

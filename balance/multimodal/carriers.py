@@ -99,11 +99,9 @@ class Mover(Protocol):
 
     def carry(self, cargo: Cargo) -> Carrier:
         """Begin to move a cargo. All ranks do, in the same order."""
-        ...
 
     def abort(self, error: BaseException) -> None:
         """This rank cannot go on with the minibatch. Others are told, if anything that they wait in can be told."""
-        ...
 
 
 class InStep:

@@ -55,7 +55,7 @@ def check_parts(parts: SampleParts, where: str) -> None:
     for name, tensor in parts.text.items():
         if "\n" in name:
             raise ValueError(f"{where}: a column is called {shown(name)}: expected a name of one line")
-        _check_kind(tensor, f"{where}: column {name!r}")
+        check_kind(tensor, f"{where}: column {name!r}")
     for name in {**parts.items, **parts.lengths.items}:
         items, lengths = parts.items.get(name, ()), parts.lengths.items.get(name, ())
         if len(items) != len(lengths):
@@ -67,10 +67,15 @@ def check_parts(parts: SampleParts, where: str) -> None:
             if not isinstance(item, tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in item):
                 raise ValueError(f"{where}, phase {name!r}: item {place} is {shown(item)}: expected a tuple of tensors")
             for tensor in item:
-                _check_kind(tensor, f"{where}, phase {name!r}: item {place}")
+                check_kind(tensor, f"{where}, phase {name!r}: item {place}")
 
 
-def _check_kind(tensor: object, what: str) -> None:
+def check_kind(tensor: object, what: str) -> None:
+    """Check that it is a tensor of a dtype that can travel.
+
+    Raises:
+        ValueError: it is something else, called ``what``.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what} is {shown(tensor)}: expected a tensor")
     if tensor.dtype not in DTYPES:
@@ -91,8 +96,7 @@ def to_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     header = [len(tensors)]
     for tensor in tensors:
-        if tensor.dtype not in DTYPES:
-            raise ValueError(f"a tensor has dtype {tensor.dtype}: expected one of {', '.join(map(str, DTYPES))}")
+        check_kind(tensor, "a tensor")
         header += [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     parts = [torch.from_numpy(np.array(header, dtype="<i8").view(np.uint8))]
     for tensor in tensors:

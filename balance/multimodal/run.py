@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from odc.balance.layout import FlatMicrobatches
-from odc.balance.multimodal.carriers import Cargo, Carrier, InStep, Mover, gradient_cargo, output_cargo, whole_cargo
+from odc.balance.multimodal.carriers import Carrier, InStep, Mover, gradient_cargo, output_cargo, whole_cargo
 from odc.balance.multimodal.payload import SampleParts, Tensors, from_bytes, from_named, named, to_bytes
 from odc.balance.multimodal.schedule import MinibatchSchedule
 from odc.errors import shown
@@ -177,21 +177,18 @@ class _Runner:
             self._items[name] = dict(zip(schedule.inputs[name].source[self._rank].tolist(), items, strict=True))
         # All at once, and in one order on all ranks: roads may have to be widened for what is to go there.
         lengths, texts = schedule.lengths, schedule.samples
-        self._texts = None if texts.is_at_rest else self._carry(whole_cargo("samples", texts, lengths.num_bytes))
+        self._texts = None if texts.is_at_rest else mover.carry(whole_cargo("samples", texts, lengths.num_bytes))
         self._inputs: dict[str, Carrier | None] = {
-            name: None if route.is_at_rest else self._carry(whole_cargo(f"{name}/inputs", route, sizes))
+            name: None if route.is_at_rest else mover.carry(whole_cargo(f"{name}/inputs", route, sizes))
             for name, route, sizes in [(n, schedule.inputs[n], lengths.items[n].num_bytes) for n in self._encoders]
         }
         kinds = {name: (encoder.width, encoder.dtype) for name, encoder in self._encoders.items()}
-        self._outputs = {name: self._carry(output_cargo(schedule, name, *kind)) for name, kind in kinds.items()}
+        self._outputs = {name: mover.carry(output_cargo(schedule, name, *kind)) for name, kind in kinds.items()}
         self._gradients = {
-            name: self._carry(gradient_cargo(schedule, name, *kind))
+            name: mover.carry(gradient_cargo(schedule, name, *kind))
             for name, kind in kinds.items()
             if not self._frozen[name]
         }
-
-    def _carry(self, cargo: Cargo) -> Carrier:
-        return self._mover.carry(cargo)
 
     def close(self) -> None:
         for carrier in (self._texts, *self._inputs.values(), *self._outputs.values(), *self._gradients.values()):
