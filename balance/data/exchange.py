@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -34,6 +33,27 @@ _MOST_THREADS = 32
 _STORE_S = 2.0
 """Without an answer the store is asked no more."""
 _LONGEST_END_S = 2.0
+_Tables = SimpleQueue[torch.Tensor | None]
+"""What a thread is to exchange: (world_size, n), with this rank's vector in its row. None: nothing more."""
+
+
+class Alone:
+    """The exchange of one rank with itself."""
+
+    rank = 0
+
+    def gather(self, vector: FloatArray) -> FloatArray:
+        """See :meth:`VectorExchange.gather`."""
+        return vector[None]
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Nobody has to know."""
+
+    def tell_left(self, iteration: int, num_done: int) -> None:
+        """Nobody has to know."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 class VectorExchange:
@@ -67,15 +87,14 @@ class VectorExchange:
         self._name, group = self._store.ask(connect, timeout_s + _STORE_S)
         self._timeout_s = timeout_s
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        self._jobs: list[SimpleQueue[_Swap | None]] = []
+        self._jobs: list[_Tables] = []
         threads: list[threading.Thread] = []
         self._results: SimpleQueue[tuple[int, Exception | None]] = SimpleQueue()
         for first in range(min(len(peers), _MOST_THREADS)):
-            jobs: SimpleQueue[_Swap | None] = SimpleQueue()
-            own = peers[first::_MOST_THREADS]
-            name = "odc-stream-exchange"
+            jobs: _Tables = SimpleQueue()
             # Not a method of this object: a loader that is dropped takes its threads along.
-            thread = threading.Thread(target=_work, args=(group, own, jobs, self._results), name=name, daemon=True)
+            work = (group, self.rank, peers[first::_MOST_THREADS], jobs, self._results)
+            thread = threading.Thread(target=_work, args=work, name="odc-stream-exchange", daemon=True)
             thread.start()
             self._jobs.append(jobs)
             threads.append(thread)
@@ -84,16 +103,12 @@ class VectorExchange:
         self._iteration = 0
         self._number = 0
         self._failure: OdcError | None = None
+        """Why there will be no other exchange; the others know of it, or are the reason."""
 
     @property
     def _me(self) -> int:
         """This rank's number in the job, as of the others in messages."""
         return self._ranks[self.rank]
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether there will be no other exchange, for a reason that the others know or are."""
-        return self._failure is not None
 
     def begin(self, identity: Mapping[str, int | str], position: Mapping[str, int]) -> int:
         """Begin another iteration on all ranks, if they have the same loader and are at the same place. Its number.
@@ -137,8 +152,10 @@ class VectorExchange:
         return found[:, _HEADER : _HEADER + vector.size] if fits else self._swap(vector)
 
     def tell_failure(self, error: BaseException) -> None:
-        """Let the others know that this rank ends, and of what."""
-        self._tell("failed", AbortedError, f"the data of rank {self._me} ended with an error: {_short(error)}")
+        """Let the others know that this rank ends, and of what; unless the exchange has failed before."""
+        if self._failure is None:
+            what = f"{type(error).__name__}: {shorten(str(error))}"
+            self._tell("failed", AbortedError, f"the data of rank {self._me} ended with an error: {what}")
 
     def tell_left(self, iteration: int, num_done: int) -> None:
         """Let the others know that this rank has left the loop of this iteration, after so many minibatches."""
@@ -156,7 +173,7 @@ class VectorExchange:
         table = torch.zeros(self.world_size, vector.size, dtype=torch.float64, device="cpu")
         table[self.rank] = torch.from_numpy(vector)
         for jobs in self._jobs:
-            jobs.put(_Swap(table, self.rank))
+            jobs.put(table)
         for _ in range(self._num_peers):
             while True:
                 try:
@@ -243,29 +260,19 @@ def _told(key: str, store: Any) -> str | None:
 _KINDS = {kind.__name__: kind for kind in (AbortedError, PeerClosedError, PeerDiedError, PeerSilentError)}
 
 
-@dataclass
-class _Swap:
-    """An exchange that threads are to make."""
-
-    table: torch.Tensor
-    """(world_size, n), with this rank's vector in its row."""
-
-    rank: int
+Exchange = VectorExchange | Alone
 
 
 def _work(
-    group: Any,
-    peers: Sequence[int],
-    jobs: SimpleQueue[_Swap | None],
-    results: SimpleQueue[tuple[int, Exception | None]],
+    group: Any, rank: int, peers: Sequence[int], jobs: _Tables, results: SimpleQueue[tuple[int, Exception | None]]
 ) -> None:
     """Swap vectors with some peers, one result for each."""
-    while (job := jobs.get()) is not None:
+    while (table := jobs.get()) is not None:
         works: list[tuple[int, list[dist.Work]]] = []
         for peer in peers:
             try:
-                receive = group.recv([job.table[peer]], peer, 0)
-                works.append((peer, [receive, group.send([job.table[job.rank]], peer, 0)]))
+                receive = group.recv([table[peer]], peer, 0)
+                works.append((peer, [receive, group.send([table[rank]], peer, 0)]))
             except Exception as error:
                 results.put((peer, error))  # told in the thread that asked
         for peer, both in works:
@@ -276,10 +283,10 @@ def _work(
                 results.put((peer, error))
             else:
                 results.put((peer, None))
-        del job
+        del table
 
 
-def _end(queues: Sequence[SimpleQueue[_Swap | None]], threads: Sequence[threading.Thread]) -> None:
+def _end(queues: Sequence[_Tables], threads: Sequence[threading.Thread]) -> None:
     """The connections end with the last thread.
 
     That is waited for: a process in which a thread ends them while the interpreter ends would be aborted. A thread that
@@ -291,7 +298,3 @@ def _end(queues: Sequence[SimpleQueue[_Swap | None]], threads: Sequence[threadin
     for thread in threads:
         if thread is not threading.current_thread():  # garbage may be collected in any
             thread.join(max(until - time.monotonic(), 0.0))
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {shorten(str(error))}"

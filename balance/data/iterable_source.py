@@ -243,11 +243,8 @@ class IterableSource(Source):
     def _move_next(self, chunk: Chunk) -> None:
         """Add the next one by turns. There is one."""
         sample, length, count, name, content = self._buffers[self._turn].popleft()
-        chunk.samples.append(sample)
-        chunk.lengths.append(length)
-        chunk.num_loss_tokens.append(count)
-        chunk.names.append(name)
-        chunk.sums.append(zlib.crc32(np.array([length, count, content], dtype=np.int64).tobytes()))
+        sum_of_all = zlib.crc32(np.array([length, count, content], dtype=np.int64).tobytes())
+        chunk.add(sample, length, count, name, sum_of_all)
         front = self._chunks[self._turn][0]
         front[1] += 1
         if front[1] == front[2]:

@@ -412,7 +412,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             return planned, None
         # The plans are read twice: by the reader, early, for what to make, and later for what that belongs to.
         plans, early = itertools.tee(planned)
-        return plans, self._reader.read(_microbatches(early, self.rank), self._worker_seed(start))
+        seed = random_generator("workers", self.sampler.seed, self.sampler.epoch, self.rank, start).random_raw()
+        return plans, self._reader.read(_microbatches(early, self.rank), int(seed))
 
     def _mine(
         self, planned: PlannedMinibatch, batches: Iterator[BatchT] | None, key: str
@@ -426,9 +427,6 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         total = int(self.num_loss_tokens[planned.samples].sum())
         scale = loss_scale(self.sampler.world_size, total)
         return Minibatch(mine, scale, total, planned.plan.num_samples, planned.plan)
-
-    def _worker_seed(self, start: int) -> int:
-        return int(random_generator("workers", self.sampler.seed, self.sampler.epoch, self.rank, start).random_raw())
 
 
 def _microbatches(planned: Iterable[PlannedMinibatch], rank: int) -> Iterator[list[int]]:

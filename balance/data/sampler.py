@@ -166,7 +166,8 @@ class MinibatchSampler:
         per_batch = self.batch_size // self.minibatch_size
         for batch in range(first // per_batch, -(-len(self) // per_batch)):
             samples = order[batch * self.batch_size * self.world_size :][: self.batch_size * self.world_size]
-            seed, skipped = self._batch_seed(batch), max(0, first - batch * per_batch)
+            seed = int(random_generator("batch", self.seed, self.epoch, batch).random_raw())
+            skipped = max(0, first - batch * per_batch)
             for minibatch in self.policy.plan_batch(self._job.of(samples), self.minibatch_size, seed, skipped):
                 yield PlannedMinibatch(samples[minibatch.samples], minibatch.plan)
 
@@ -177,9 +178,6 @@ class MinibatchSampler:
         if not self.policy.two_level:
             return self.minibatch_size
         return given or max(1, len(self)) * self.minibatch_size
-
-    def _batch_seed(self, batch: int) -> int:
-        return int(random_generator("batch", self.seed, self.epoch, batch).random_raw())
 
     def _order(self) -> IntArray:
         size = self.lengths.size

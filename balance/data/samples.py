@@ -101,6 +101,14 @@ class Chunk:
     sums: list[int] = field(default_factory=list)
     """Of what the samples hold, to tell whether a state has led back to them; 0 where nothing could."""
 
+    def add(self, sample: Any, length: int, num_loss_tokens: int, name: int | str, sum: int) -> None:
+        """Another sample."""
+        self.samples.append(sample)
+        self.lengths.append(length)
+        self.num_loss_tokens.append(num_loss_tokens)
+        self.names.append(name)
+        self.sums.append(sum)
+
 
 @dataclass(frozen=True, eq=False)
 class Measure:
@@ -288,22 +296,16 @@ class SampleDataset(torch_data.Dataset[Any]):
         return f"{number} of rank {self.rank}"
 
     def _add(self, chunk: Chunk, sample: Any, name: int | str) -> None:
-        if self.transform is not None:
-            try:
-                sample = self.transform(sample)
-            except Exception as error:
-                name_samples(error, f"when sample {name} was transformed")
-                raise
+        done = "transformed"
         try:
+            if self.transform is not None:
+                sample = self.transform(sample)
+            done = "measured"
             length, count = self.measure(sample)
         except Exception as error:
-            name_samples(error, f"when sample {name} was measured")
+            name_samples(error, f"when sample {name} was {done}")
             raise
-        chunk.samples.append(sample)
-        chunk.lengths.append(length)
-        chunk.num_loss_tokens.append(count)
-        chunk.names.append(name)
-        chunk.sums.append(sum_of(sample) if self._has_state else 0)
+        chunk.add(sample, length, count, name, sum_of(sample) if self._has_state else 0)
 
 
 def _without_worker_info(dataset: Iterable[Any]) -> Iterator[Any]:

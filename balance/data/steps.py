@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from odc.balance.checks import FloatArray
-from odc.balance.data.exchange import VectorExchange
+from odc.balance.data.exchange import Exchange
 from odc.balance.data.iterable_source import ANOTHER_ORDER
 from odc.balance.data.sources import IndexedSource, Source
 from odc.balance.grouping.rounds import Entry, Rounds, Step
@@ -20,7 +19,6 @@ class StepStream:
 
     Args:
         make_rounds: rounds with an empty pool.
-        exchange: None: of one rank alone.
         quota: None: go on until no rank has anything left. Else the rounds end as soon as one has nothing left, and
             begin anew in another lap of the source until so many samples, of all ranks, were given out.
     """
@@ -29,7 +27,7 @@ class StepStream:
         self,
         make_rounds: Callable[[], Rounds],
         source: Source,
-        exchange: VectorExchange | None,
+        exchange: Exchange,
         quota: int | None,
     ) -> None:
         self._make_rounds = make_rounds
@@ -78,7 +76,7 @@ class StepStream:
                 self._source.want(self._rounds.pooled)
 
     def _plan(self) -> list[Step]:
-        steps = self._rounds.plan(self._gather(self._rounds.offer(self._source.is_finished)))
+        steps = self._rounds.plan(self._exchange.gather(self._rounds.offer(self._source.is_finished)))
         if not self._rounds.is_done:
             self._source.want(self._rounds.pooled)
         return steps
@@ -86,14 +84,11 @@ class StepStream:
     def _compare_first(self) -> None:
         """Whether ranks go through the same items in the same order, where each keeps its part of them."""
         mine = self._source.first()
-        if mine is None or self._exchange is None:
+        if mine is None:
             return
         for rank, row in enumerate(self._exchange.gather(mine)):
             if ((row != mine) & (row > 0) & (mine > 0)).any():
                 raise ValueError(f"ranks {rank} and {self._exchange.rank} {ANOTHER_ORDER}")
-
-    def _gather(self, vector: FloatArray) -> FloatArray:
-        return vector[None] if self._exchange is None else self._exchange.gather(vector)
 
     def _position(self) -> dict[str, Any]:
         return {
@@ -119,7 +114,7 @@ class StepStream:
         assert isinstance(source, IndexedSource)
         self._is_dealt_anew = True
         here = {entry.place: entry for entry in rounds.pool}
-        mine = rounds.dealt_anew(self._gather(rounds.pool_vector()))
+        mine = rounds.dealt_anew(self._exchange.gather(rounds.pool_vector()))
         source.forget([entry for place, entry in here.items() if place not in set(mine)])
         missing = [place for place in mine if place not in here]
         here.update(zip(missing, source.read_places(missing), strict=True))

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import as_cost, as_count, as_one_of, fingerprint
-from odc.balance.costs import CostModel, LinearCost
-from odc.balance.costs.models import check_cost
-from odc.balance.data.exchange import VectorExchange
+from odc.balance.costs.models import CostModel, LinearCost, check_cost
+from odc.balance.data.exchange import Alone, Exchange, VectorExchange
 from odc.balance.data.iterable_source import IterableSource
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
 from odc.balance.data.loader import Minibatch, loss_scale
@@ -222,11 +221,11 @@ class StreamLoader(Generic[SampleT, BatchT]):
             gradient_accumulation_steps,
             bool(join),
         )
-        for name, function in (("collate", collate), ("length", length)):
-            _check_function(name, function)
-        for name, optional in (("transform", transform), ("num_loss_tokens", num_loss_tokens)):
-            if optional is not None:
-                _check_function(name, optional)
+        needed = {"collate": collate, "length": length}
+        optional = {"transform": transform, "num_loss_tokens": num_loss_tokens}
+        for name, function in {**needed, **optional}.items():
+            if not (callable(function) or (function is None and name in optional)):
+                raise TypeError(f"{name}={shown(function)}: expected a function")
         if not join and self.infinite:
             raise ValueError("join=False with infinite=True: such a stream has no end to choose")
         if align == "none" and self.world_size > 1 and self.loss_scaling != "none":
@@ -274,7 +273,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         )
         self.iterable_yields = iterable_yields
         self.epoch = 0
-        self._exchange: VectorExchange | None = None
+        self._exchange: Exchange = Alone()
         self._iterations = Iterations()
         self._position: dict[str, Any] = {}
         self._start: dict[str, Any] = {}
@@ -363,9 +362,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self._reader.close()
         if self._shares is not None:
             self._shares.close()
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
+        self._exchange.close()
+        self._exchange = Alone()
 
     def _iterate(self) -> Iterator[Minibatch[BatchT]]:
         start, self._start = self._start, {}
@@ -375,10 +373,9 @@ class StreamLoader(Generic[SampleT, BatchT]):
         try:
             at = {**_at(self.epoch, start), "order": self._begin_order(start)}
         except BaseException as error:
-            if exchange is not None:
-                exchange.tell_failure(error)
+            exchange.tell_failure(error)
             raise
-        begun = 0 if exchange is None else exchange.begin(self._shared_identity(), at)
+        begun = 0 if isinstance(exchange, Alone) else exchange.begin(self._shared_identity(), at)
         if start.get("is_done"):
             return
         source = self._source(number)
@@ -393,8 +390,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
                     found = next(minibatches, None)
                 except BaseException as error:
                     is_told = True
-                    if exchange is not None and not exchange.has_failed:
-                        exchange.tell_failure(error)
+                    exchange.tell_failure(error)
                     raise
                 if found is None:
                     break
@@ -406,30 +402,30 @@ class StreamLoader(Generic[SampleT, BatchT]):
             self._position = {"is_done": 1}
             is_told = True
         finally:
-            if exchange is not None and not is_told:
+            if not is_told:
                 exchange.tell_left(begun, num_done)
             minibatches.close()
             source.close()
 
     def _minibatches(
-        self, source: Source, exchange: VectorExchange | None, start: Mapping[str, Any]
+        self, source: Source, exchange: Exchange, start: Mapping[str, Any]
     ) -> Generator[tuple[Minibatch[BatchT], dict[str, Any]], None, None]:
         """Minibatches, and the position behind each."""
         steps: list[Step] = []
         batches: list[BatchT] = []
         position: dict[str, Any] = {}
+        # What a rank without samples goes through in a step that others make.
+        dummy: list[list[Entry]] = [] if self.alignment.name == "minibatch" else [[]]
         quota = None if self.alignment.join else self._num_samples
         known = None if self.infinite else self._num_samples
         stream = StepStream(partial(self.alignment.rounds, known), source, exchange, quota)
         for number, (step, position) in enumerate(stream.run(start)):
             if self._shares is not None:
-                yield self._late_minibatch(step, source, exchange, number), position
+                yield self._late_minibatch(self._shares, step, source, exchange, number), position
                 continue
             steps.append(step)
             # At once: what the source has of a lap that is over is gone.
-            batches += [
-                self._batch(entries, list(map(source.take, entries))) for entries in step.microbatches or self._dummy()
-            ]
+            batches += [self._batch(entries, list(map(source.take, entries))) for entries in step.microbatches or dummy]
             if len(steps) == self.alignment.accumulated:
                 yield self._minibatch(steps, batches), position
                 steps, batches = [], []
@@ -441,28 +437,19 @@ class StreamLoader(Generic[SampleT, BatchT]):
         return Minibatch(batches, self._loss_scale(steps), num_loss_tokens, sum(step.num_samples for step in steps))
 
     def _late_minibatch(
-        self, step: Step, source: Source, exchange: VectorExchange | None, number: int
+        self, shares: Shares, step: Step, source: Source, exchange: Exchange, number: int
     ) -> Minibatch[BatchT]:
-        assert self._shares is not None
         assert isinstance(source, IndexedSource)
         mine = entries_of([step])
-        chosen = [mine] if exchange is None else chosen_by_all(mine, step.counts, exchange.gather)
-        estimates = self._shares.estimates.plan_with(self.epoch, number)
+        chosen = chosen_by_all(mine, step.counts, exchange.gather)
+        estimates = shares.estimates.plan_with(self.epoch, number)
         planned = planned_of(chosen, self.grouping.max_tokens, estimates.microbatch_cost)
         own = {entry.place: source.take(entry) for entry in mine}
-
-        def tell_failure(error: BaseException) -> None:
-            if exchange is not None and not exchange.has_failed:
-                exchange.tell_failure(error)
-
-        samples = ChosenSamples(chosen, own, source, self._samples, self._batch, tell_failure)
-        late = LateMicrobatches(self._shares, f"{self.epoch}.{number}", planned, None, samples)
+        samples = ChosenSamples(chosen, own, source, self._samples, self._batch, exchange.tell_failure)
+        late = LateMicrobatches(shares, f"{self.epoch}.{number}", planned, None, samples)
         # Not that of own samples: a rank without any may take some.
         scale = loss_scale(self.world_size, step.num_loss_tokens)
         return Minibatch(late, scale, step.num_loss_tokens, step.num_samples, planned.plan)
-
-    def _dummy(self) -> list[list[Entry]]:
-        return [] if self.alignment.name == "minibatch" else [[]]
 
     def _batch(self, entries: list[Entry], taken: list[tuple[Any, int | str]]) -> BatchT:
         names = [name for _, name in taken]
@@ -536,10 +523,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         lap = int(position["source"].get("lap", 0)) if position else 0
         return 0 if self._order is None else self._order.fingerprint(lap)
 
-    def _own_exchange(self) -> VectorExchange | None:
-        if self.alignment.among[1] == 1:
-            return None
-        if self._exchange is None:
+    def _own_exchange(self) -> Exchange:
+        if self.alignment.among[1] > 1 and isinstance(self._exchange, Alone):
             self._exchange = VectorExchange(self._place.global_ranks(self._group), self._timeout_s)
         return self._exchange
 
@@ -612,8 +597,3 @@ def _at(epoch: int, position: Mapping[str, Any]) -> dict[str, int]:
     """Where a stream is, in numbers that are the same on all ranks."""
     counted = ("num_emitted", "is_dealt_anew", "num_steps_done", "is_done")
     return {"epoch": epoch, **{name: int(position.get(name, 0)) for name in counted}}
-
-
-def _check_function(name: str, given: object) -> None:
-    if not callable(given):
-        raise TypeError(f"{name}={shown(given)}: expected a function")

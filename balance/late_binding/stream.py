@@ -79,13 +79,12 @@ class ChosenSamples(Generic[BatchT]):
     def __getitem__(self, places: list[int]) -> BatchT:
         entries = [self._entries[place] for place in places]
         try:
-            return self._collate(entries, [self._sample(entry) for entry in entries])
+            own = self._own
+            samples = [own.pop(entry.place) if entry.place in own else self._read(entry) for entry in entries]
+            return self._collate(entries, samples)
         except BaseException as error:
             self._tell_failure(error)
             raise
-
-    def _sample(self, entry: Entry) -> tuple[Any, int | str]:
-        return self._own.pop(entry.place) if entry.place in self._own else self._read(entry)
 
     def _read(self, entry: Entry) -> tuple[Any, int | str]:
         """One that another rank has chosen.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import FloatArray, as_count
-from odc.balance.data.exchange import VectorExchange
+from odc.balance.data.exchange import Alone, Exchange, VectorExchange
 from odc.balance.data.iteration import Iterations
 from odc.balance.data.loader import Minibatch
 from odc.balance.data.microbatches import SampleT
@@ -129,7 +129,7 @@ class MultimodalLoader(Generic[SampleT]):
         self._prefetch = as_count(prefetch, "prefetch")
         self._group = group
         self._timeout_s = exchange_timeout_s
-        self._exchange: VectorExchange | None = None
+        self._exchange: Exchange = Alone()
         self._iterations = Iterations()
         self._leave: Callable[[], None] | None = None
         """Ends the iteration that is going on."""
@@ -166,9 +166,8 @@ class MultimodalLoader(Generic[SampleT]):
         close = getattr(self.loader, "close", None)
         if close is not None:
             close()
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
+        self._exchange.close()
+        self._exchange = Alone()
 
     def _end(self) -> None:
         """An iteration that is going on ends here."""
@@ -180,7 +179,7 @@ class MultimodalLoader(Generic[SampleT]):
         self._end()
         number = self._iterations.begin()
         exchange = self._own_exchange()
-        begun = 0 if exchange is None else exchange.begin(self.orchestrator.identity(), {})
+        begun = 0 if isinstance(exchange, Alone) else exchange.begin(self.orchestrator.identity(), {})
         ready: Queue[_Ready] = Queue(self._prefetch)
         stop, ended = threading.Event(), threading.Event()
         num_done, has_failed = 0, False
@@ -191,13 +190,13 @@ class MultimodalLoader(Generic[SampleT]):
                 return  # it has been left already
             self._leave = None
             stop.set()
-            if exchange is not None and not ended.is_set() and not has_failed:
+            if not ended.is_set() and not has_failed:
                 exchange.tell_left(begun, num_done)
             thread.join(_LONGEST_END_S)  # one that waits for a rank which does not come is left
             if not ended.is_set():
                 # The threads of the ranks may have stopped at different vectors, and some may have heard that others
                 # have left: so the next iteration, which all begin if one does, has an exchange of its own.
-                self._exchange = None
+                self._exchange = Alone()
 
         minibatches = iter(self.loader)
         arguments = (minibatches, _first_drawn(minibatches), exchange, ready, stop, ended)
@@ -220,10 +219,8 @@ class MultimodalLoader(Generic[SampleT]):
         finally:
             leave()
 
-    def _own_exchange(self) -> VectorExchange | None:
-        if self._place.world_size == 1:
-            return None
-        if self._exchange is None:
+    def _own_exchange(self) -> Exchange:
+        if self._place.world_size > 1 and isinstance(self._exchange, Alone):
             self._exchange = VectorExchange(self._place.global_ranks(self._group), self._timeout_s)
         return self._exchange
 
@@ -233,7 +230,7 @@ class MultimodalLoader(Generic[SampleT]):
         self,
         minibatches: Iterator[Minibatch[list[SampleT]]],
         drawing: Iterator[Minibatch[list[SampleT]]],
-        exchange: VectorExchange | None,
+        exchange: Exchange,
         ready: Queue[_Ready],
         stop: threading.Event,
         ended: threading.Event,
@@ -243,7 +240,11 @@ class MultimodalLoader(Generic[SampleT]):
                 drawn = next(drawing, None)
                 state = self.loader.state_dict()
                 if drawn is None:
-                    self._end_together(exchange)
+                    # All ranks have come to the end of their loaders at the same minibatch.
+                    if exchange.gather(np.zeros(1)).any():
+                        raise RuntimeError(
+                            "this rank has no further minibatch, and others have: their loaders must be the same"
+                        )
                     ended.set()
                     _put(ready, _Ready(None, state), stop)
                     return
@@ -251,15 +252,14 @@ class MultimodalLoader(Generic[SampleT]):
                 minibatch = self._planned(drawn, exchange)
                 _put(ready, _Ready(minibatch, state, time.monotonic() - started), stop)
         except BaseException as error:  # raised where minibatches are asked for
-            if exchange is not None and not exchange.has_failed:
-                exchange.tell_failure(error)
+            exchange.tell_failure(error)
             _put(ready, _Ready(None, None, error=error), stop)
         finally:
             close = getattr(minibatches, "close", None)
             if close is not None:
                 close()
 
-    def _planned(self, drawn: Minibatch[list[SampleT]], exchange: VectorExchange | None) -> MultimodalMinibatch:
+    def _planned(self, drawn: Minibatch[list[SampleT]], exchange: Exchange) -> MultimodalMinibatch:
         parts = [[self._take_apart(sample) for sample in microbatch] for microbatch in drawn.microbatches]
         flat = [part for microbatch in parts for part in microbatch]
         modalities = self.orchestrator.modalities
@@ -272,10 +272,9 @@ class MultimodalLoader(Generic[SampleT]):
         }
         lengths = [[part.lengths for part in microbatch] for microbatch in parts]
         mine = RankLengths.of_samples(lengths, modalities, num_bytes, item_bytes)
-        rows = [mine] if exchange is None else self._gathered(mine, exchange)
+        rows = self._gathered(mine, exchange)
         schedule = self.orchestrator.plan(MinibatchLengths.of_ranks(rows, modalities))
-        if exchange is not None:
-            self._require_same(schedule, exchange)
+        self._require_same(schedule, exchange)
         return MultimodalMinibatch(
             schedule, self.rank, flat, drawn.loss_scale, drawn.num_loss_tokens, drawn.num_samples
         )
@@ -289,7 +288,7 @@ class MultimodalLoader(Generic[SampleT]):
             raise
         return parts
 
-    def _gathered(self, mine: RankLengths, exchange: VectorExchange) -> list[RankLengths]:
+    def _gathered(self, mine: RankLengths, exchange: Exchange) -> list[RankLengths]:
         """What all ranks have."""
         vector = mine.as_vector()
         sizes = exchange.gather(np.array([vector.size], dtype=np.float64))[:, 0]
@@ -299,13 +298,7 @@ class MultimodalLoader(Generic[SampleT]):
         padded[: vector.size] = vector
         return [RankLengths.of_vector(row, self.orchestrator.modalities) for row in exchange.gather(padded)]
 
-    @staticmethod
-    def _end_together(exchange: VectorExchange | None) -> None:
-        """All ranks have come to the end of their loaders at the same minibatch."""
-        if exchange is not None and exchange.gather(np.zeros(1)).any():
-            raise RuntimeError("this rank has no further minibatch, and others have: their loaders must be the same")
-
-    def _require_same(self, schedule: MinibatchSchedule, exchange: VectorExchange) -> None:
+    def _require_same(self, schedule: MinibatchSchedule, exchange: Exchange) -> None:
         """Plans come from the same lengths by the same rules; if they differ all the same, no rank goes on.
 
         Raises:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from odc.balance.data.exchange import Alone
 from odc.balance.grouping.alignment import Alignment
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, balance, minibatches
@@ -346,7 +347,7 @@ def test_ranks_share_an_iterable_however_accelerate_would_have_dealt_it_out(
         stream = loader.batch_sampler.stream
         assert stream.alignment.minibatch_size == 8
         with pytest.MonkeyPatch.context() as patch:  # alone: what this rank reads, whatever the other does
-            patch.setattr(stream, "_own_exchange", lambda: None)
+            patch.setattr(stream, "_own_exchange", Alone)
             patch.setattr(Alignment, "among", (0, 1))
             patch.setattr(stream, "comm", "odc")
             found += [i for bundle in loader for row in bundle.microbatches for i in numbers_in(row)]
