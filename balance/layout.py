@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Literal, TypeVar, get_args, overload
 
@@ -24,7 +25,31 @@ Microbatches = Sequence[Sequence[Sequence[int]]]
 """``microbatches[rank][m]``: samples of microbatch m of a rank."""
 
 
-class FlatMicrobatches(Sequence[list[list[int]]]):
+class OfRanks(Sequence[list[list[int]]]):
+    """The microbatches of all ranks, of which a rank's are made when they are asked for."""
+
+    @abstractmethod
+    def of_rank(self, rank: int) -> list[list[int]]:
+        """Those of a rank, from 0 to ``len(self) - 1``."""
+
+    @overload
+    def __getitem__(self, rank: int) -> list[list[int]]: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[list[list[int]]]: ...
+
+    def __getitem__(self, rank: int | slice) -> list[list[int]] | list[list[list[int]]]:
+        if isinstance(rank, slice):
+            return [self[each] for each in range(len(self))[rank]]
+        return self.of_rank(range(len(self))[rank])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class FlatMicrobatches(OfRanks):
     """Microbatches of all ranks in three arrays: a rank's are made into lists when they are asked for.
 
     Of thousands of ranks that is no hundred thousand objects, which would take time to make and to be gone through by
@@ -90,27 +115,13 @@ class FlatMicrobatches(Sequence[list[list[int]]]):
     def __len__(self) -> int:
         return int(self.counts.size)
 
-    @overload
-    def __getitem__(self, rank: int) -> list[list[int]]: ...
-
-    @overload
-    def __getitem__(self, rank: slice) -> list[list[list[int]]]: ...
-
-    def __getitem__(self, rank: int | slice) -> list[list[int]] | list[list[list[int]]]:
-        if isinstance(rank, slice):
-            return [self[each] for each in range(len(self))[rank]]
-        rank = range(len(self))[rank]
+    def of_rank(self, rank: int) -> list[list[int]]:
         ends = self._starts[self._firsts[rank] : self._firsts[rank + 1] + 1].tolist()
         return [self.samples[a:b].tolist() for a, b in itertools.pairwise(ends)]
 
     def __repr__(self) -> str:
         # One rank more than is shown, so that "..." stands for the others.
         return f"FlatMicrobatches({reprlib.repr(self[: reprlib.aRepr.maxlist + 1])}, num_ranks={len(self)})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _starts(sizes: IntArray) -> IntArray:

@@ -8,20 +8,20 @@ import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from odc.balance.checks import FloatArray, IntArray, as_cost, as_costs, as_count, as_lengths, as_speeds
-from odc.balance.layout import FlatMicrobatches, Layout, as_layout, microbatch_costs, microbatch_tokens
+from odc.balance.layout import FlatMicrobatches, Layout, OfRanks, as_layout, microbatch_costs, microbatch_tokens
 from odc.balance.partition.differencing import Parts
 from odc.errors import shown
 
 Comm = Literal["odc", "collective"]
 
 
-class PackedOnDemand(Sequence[Parts]):
+class PackedOnDemand(OfRanks):
     """:attr:`Plan.microbatches` where each rank packs for itself: a rank's samples are packed when they are asked for.
 
     So a rank that trains by a plan packs its own, and only what looks at all ranks packs for all.
@@ -47,22 +47,14 @@ class PackedOnDemand(Sequence[Parts]):
     def __len__(self) -> int:
         return len(self.ranks)
 
-    @overload
-    def __getitem__(self, rank: int) -> Parts: ...
-
-    @overload
-    def __getitem__(self, rank: slice) -> list[Parts]: ...
-
-    def __getitem__(self, rank: int | slice) -> Parts | list[Parts]:
-        if isinstance(rank, slice):
-            return [self[each] for each in range(len(self))[rank]]
+    def of_rank(self, rank: int) -> Parts:
         if (found := self._packed[rank]) is None:
             # Threads that come here at once pack the same.
             found = self._pack(self.ranks[rank])
             if sorted(itertools.chain.from_iterable(found)) != sorted(self.ranks[rank]):
                 raise ValueError(f"rank {rank} has samples {self.ranks[rank]}, packed into {found}: expected the same")
             if self._check is not None:
-                self._check(range(len(self))[rank], found)
+                self._check(rank, found)
             self._packed[rank] = found
         return found
 
@@ -70,11 +62,6 @@ class PackedOnDemand(Sequence[Parts]):
         """The samples of the first ranks; packs nothing."""
         num_packed = len(self) - self._packed.count(None)
         return f"PackedOnDemand({reprlib.repr(self.ranks)}, num_ranks={len(self)}, num_packed={num_packed})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,9 +284,9 @@ class Plan:
             self._check_samples(np.array([sample for mine in self.microbatches.ranks for sample in mine]))
             return self.microbatches.checked(check)
         chain = itertools.chain.from_iterable
-        microbatches: Sequence[Parts]
-        if isinstance(self.microbatches, FlatMicrobatches):
-            microbatches, samples = self.microbatches, self.microbatches.samples
+        microbatches: Sequence[Parts] = self.microbatches
+        if isinstance(microbatches, FlatMicrobatches):
+            samples = microbatches.samples
         else:
             if set(map(type, chain(chain(self.microbatches)))) <= {int}:
                 microbatches = [list(map(list, mine)) for mine in self.microbatches]

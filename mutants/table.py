@@ -82,8 +82,8 @@ MUTANTS = (
         "balance/late_binding/shares.py",
         (
             (
-                "if not is_here or is_replaced or (other.step == self._share.step and (other.is_torn or is_alike)):",
-                "if not is_here or is_replaced:",
+                "if is_replaced or (other.step == self._share.step and (other.is_torn or is_alike)):",
+                "if is_replaced:",
             ),
         ),
     ),

@@ -23,14 +23,8 @@ ANOTHER_ORDER = (
 )
 
 
-class _Waiting(NamedTuple):
-    """A sample that a worker has handed over, whose turn has not come."""
-
-    sample: Any
-    length: int
-    num_loss_tokens: int
-    name: int | str
-    sum: int
+_Waiting = tuple[Any, int, int, int | str, int]
+"""A sample that a worker has handed over, whose turn has not come: what :meth:`Chunk.add` takes."""
 
 
 class _Mark(NamedTuple):
@@ -55,7 +49,7 @@ class IterableSource(Source):
         name: of this rank, for messages.
         is_shared: ranks go through the same items, and each keeps its part.
         announce: called with the epoch of a lap before anything of it is asked for.
-        rank, pool_size, endless: as of :class:`~odc.balance.data.sources.IndexedSource`.
+        rank, pool_size, endless: as of :class:`~odc.balance.data.sources.Source`.
     """
 
     def __init__(
@@ -72,16 +66,13 @@ class IterableSource(Source):
         pool_size: int,
         endless: bool,
     ) -> None:
-        super().__init__(requests, cost)
+        super().__init__(requests, cost, rank, pool_size, endless)
         self._num_workers = num_workers
         self._iteration = iteration
         self._epoch = epoch
         self._name = name
         self._is_shared = is_shared
         self._announce = announce
-        self._rank = rank
-        self._pool_size = pool_size
-        self._endless = endless
         self._num_taken = 0
         """Samples that were given out, in all laps; the place of the next one."""
         self._laps: list[tuple[int, int]] = [(0, 0)]
@@ -124,7 +115,7 @@ class IterableSource(Source):
         return entries
 
     def read_on(self, most: int) -> None:
-        while len(self._requests) > most:
+        while len(self.requests) > most:
             self._receive()
 
     def first(self) -> FloatArray | None:
@@ -172,8 +163,8 @@ class IterableSource(Source):
             self._sums.clear()
             self._marks.clear()
             self._iteration = -self._iteration  # another one for the workers
-            while len(self._requests):
-                self._requests.take()
+            while len(self.requests):
+                self.requests.take()
             reason = "whose state_dict does not lead back to the same samples (shuffle buffers lose theirs)"
         else:
             reason = "which has no indices and no state_dict"
@@ -269,12 +260,12 @@ class IterableSource(Source):
                 if self._num_taken == self._laps[-1][1]:
                     raise ValueError(f"the dataset of {self._name} yields nothing, which infinite=True would repeat")
                 self._begin_lap()
-            if not len(self._requests):
+            if not len(self.requests):
                 self._ask(max(self._missing - sum(map(len, self._buffers)), 1))
             self._receive()
 
     def _begin_lap(self) -> None:
-        while len(self._requests):
+        while len(self.requests):
             self._receive()
         self._laps.append((self._lap + 1, self._num_taken))
         self._begin(_Mark(self._num_taken, self._lap + 1, 0, ()))
@@ -298,10 +289,10 @@ class IterableSource(Source):
             for at in range(0, each, MOST_IN_REQUEST)
             for _ in range(self._num_workers)
         ]
-        self._requests.ask(requests)
+        self.requests.ask(requests)
 
     def _receive(self) -> None:
-        chunk = self._requests.take()
+        chunk = self.requests.take()
         if chunk.lap != self._lap:
             assert not chunk.samples
             return
@@ -310,8 +301,8 @@ class IterableSource(Source):
         self._first = max(self._first, chunk.first, key=len)
         worker = chunk.worker
         if chunk.samples:
-            self._buffers[worker] += map(
-                _Waiting, chunk.samples, chunk.lengths, chunk.num_loss_tokens, chunk.names, chunk.sums
+            self._buffers[worker] += zip(
+                chunk.samples, chunk.lengths, chunk.num_loss_tokens, chunk.names, chunk.sums, strict=True
             )
             self._chunks[worker].append([self._before[worker], 0, len(chunk.samples)])
         self._before[worker] = (chunk.after, 0)

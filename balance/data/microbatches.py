@@ -18,9 +18,10 @@ BatchT = TypeVar("BatchT")
 
 
 class Dataset(Protocol[SampleT_co]):
-    """Anything that gives a sample for an index."""
+    """Anything that gives samples."""
 
-    def __getitem__(self, index: int, /) -> SampleT_co: ...
+    def __getitem__(self, index: int, /) -> SampleT_co:
+        """The sample of an index."""
 
 
 @dataclass(frozen=True, eq=False)

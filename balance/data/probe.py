@@ -195,12 +195,13 @@ class Identity:
             )
         values = {**_values(whole), **_values(config)}
         special = [value for name, value in values.items() if name.endswith(("_token_id", "_token_index"))]
+        has_experts = any("expert" in name and isinstance(value, int) and value > 1 for name, value in values.items())
         return cls(
             name=type(model).__name__,
             vocab_size=int(size),
             special=frozenset(v for v in special if isinstance(v, int)),
             takes_mask="attention_mask" in inspect.signature(type(model).forward).parameters,
-            rounds_by_row=_rounds_by_row(values),
+            rounds_by_row=has_experts or bool(values.get("quantization_config")),
         )
 
     def spread(self, count: int) -> list[int]:
@@ -212,11 +213,6 @@ class Identity:
 def _values(config: Any) -> Mapping[str, Any]:
     values: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", {})
     return values
-
-
-def _rounds_by_row(config: Mapping[str, Any]) -> bool:
-    experts = [value for name, value in config.items() if "expert" in name and isinstance(value, int)]
-    return any(value > 1 for value in experts) or bool(config.get("quantization_config"))
 
 
 Sample = Mapping[str, torch.Tensor]

@@ -74,7 +74,12 @@ class Requests:
 
 
 class Source(ABC):
-    """The samples that one rank gets, in their order. What was read is kept here until it is taken."""
+    """The samples that one rank gets, in their order. What was read is kept here until it is taken.
+
+    Args:
+        rank: this rank, among those that are given in :meth:`want`.
+        endless: another lap follows each.
+    """
 
     is_finished = False
     """Whether nothing comes after what was wanted so far."""
@@ -82,9 +87,12 @@ class Source(ABC):
     all_dealt = False
     """Whether every sample is some rank's, and any rank could read it; the same on all ranks."""
 
-    def __init__(self, requests: Requests, cost: CostModel) -> None:
-        self._requests = requests
+    def __init__(self, requests: Requests, cost: CostModel, rank: int, pool_size: int, endless: bool) -> None:
+        self.requests = requests
         self._cost = cost
+        self._rank = rank
+        self._pool_size = pool_size
+        self._endless = endless
         self._samples: dict[int, tuple[Any, int | str]] = {}
         """By place: the sample, and what the user knows it by."""
 
@@ -119,17 +127,12 @@ class Source(ABC):
     def close(self) -> None:
         """End the workers, unless they are persistent."""
         self._samples.clear()
-        self._requests.close()
+        self.requests.close()
 
     def first(self) -> FloatArray | None:
         """Of what the first items hold that this rank keeps its part of, (NUM_FIRST,), 0 where it is not known; to
         compare with other ranks. None: ranks do not share what each of them goes through."""
         return None
-
-    @property
-    def num_requests(self) -> int:
-        """Requests under way."""
-        return len(self._requests)
 
     def _entries(self, places: Sequence[int], chunk: Chunk) -> list[Entry]:
         try:
@@ -149,9 +152,8 @@ class IndexedSource(Source):
 
     Args:
         num_samples: of the dataset.
-        order: indices of the dataset in a lap (0, 1, ...), (num_samples,).
-        rank: this rank, among those that are given in :meth:`want`.
-        endless: another lap follows each.
+        order: indices of the dataset in a lap (0, 1, ...), (num_samples,); asked for each sample.
+        rank, pool_size, endless: as of :class:`Source`.
     """
 
     def __init__(
@@ -164,13 +166,9 @@ class IndexedSource(Source):
         pool_size: int,
         endless: bool,
     ) -> None:
-        super().__init__(requests, cost)
+        super().__init__(requests, cost, rank, pool_size, endless)
         self._num_samples = num_samples
-        self._make_order = order
-        self._orders: dict[int, IntArray] = {}
-        self._rank = rank
-        self._pool_size = pool_size
-        self._endless = endless
+        self._order = order
         self._lap = 0
         self._dealt = 0
         """Samples of all ranks so far."""
@@ -196,13 +194,13 @@ class IndexedSource(Source):
         return entries
 
     def read_on(self, most: int) -> None:
-        while len(self._requests) > most:
-            chunk = self._requests.take()
+        while len(self.requests) > most:
+            chunk = self.requests.take()
             self._read += self._entries([self._wanted.popleft() for _ in chunk.samples], chunk)
 
     def read_places(self, places: Sequence[int]) -> list[Entry]:
         """Entries of these samples, in their order, which are read if they are not here."""
-        assert not len(self._requests)
+        assert not len(self.requests)
         self._ask(places)
         return self.arrivals()
 
@@ -229,13 +227,10 @@ class IndexedSource(Source):
     def _ask(self, places: Sequence[int]) -> None:
         self._wanted += places
         indices = [self.index(place) for place in places]
-        size = max(1, min(MOST_IN_REQUEST, -(-len(indices) // max(self._requests.num_ahead, 1))))
-        self._requests.ask([Read(indices[at : at + size]) for at in range(0, len(indices), size)])
+        size = max(1, min(MOST_IN_REQUEST, -(-len(indices) // max(self.requests.num_ahead, 1))))
+        self.requests.ask([Read(indices[at : at + size]) for at in range(0, len(indices), size)])
 
     def index(self, place: int) -> int:
         """Of the sample at a place, in the dataset; of other ranks' too, where all have one order."""
         lap, at = divmod(place, self._num_samples)
-        if lap not in self._orders:
-            self._orders = {known: order for known, order in self._orders.items() if known >= lap - 1}
-            self._orders[lap] = self._make_order(lap)
-        return int(self._orders[lap][at])
+        return int(self._order(lap)[at])

@@ -54,7 +54,7 @@ class StepStream:
             self._deal_anew()
             position = self._position()
             steps = self._plan()
-            num_requests = self._source.num_requests
+            num_requests = len(self._source.requests)
             for number, step in enumerate(steps, 1):
                 self._num_emitted += step.num_samples
                 if number > num_done:

@@ -41,7 +41,20 @@ class Alignment:
         as_count(self.accumulated, "gradient_accumulation_steps")
         as_optional_count(self.minibatch_size, "minibatch_size")
         if self.name == "minibatch":
-            self._check_minibatches()
+            if self.minibatch_size is None:
+                raise ValueError(
+                    "align='minibatch' needs minibatch_size, the samples of a rank in a minibatch on average"
+                )
+            if self.pool_size < 4 * self.minibatch_size:
+                raise ValueError(
+                    f"pool_size={self.pool_size} with minibatch_size={self.minibatch_size}: expected at least four "
+                    "times as many, as some are chosen from while others are trained on; 16 times balance well"
+                )
+            if self.accumulated > 1:
+                raise ValueError(
+                    f"gradient_accumulation_steps={self.accumulated} with align='minibatch', whose minibatches have as "
+                    "many microbatches as their samples need: raise minibatch_size instead"
+                )
         elif self.minibatch_size is not None:
             raise ValueError(
                 f"minibatch_size={self.minibatch_size} with align={self.name!r}, whose minibatches are as many "
@@ -81,17 +94,3 @@ class Alignment:
         if self.name not in ("steps", "minibatch"):
             return np.zeros(0)
         return evaluate(self.cost, np.unique(np.geomspace(1, self.grouping.max_tokens, num=16).astype(np.int64)))
-
-    def _check_minibatches(self) -> None:
-        if self.minibatch_size is None:
-            raise ValueError("align='minibatch' needs minibatch_size, the samples of a rank in a minibatch on average")
-        if self.pool_size < 4 * self.minibatch_size:
-            raise ValueError(
-                f"pool_size={self.pool_size} with minibatch_size={self.minibatch_size}: expected at least four "
-                "times as many, as some are chosen from while others are trained on; 16 times balance well"
-            )
-        if self.accumulated > 1:
-            raise ValueError(
-                f"gradient_accumulation_steps={self.accumulated} with align='minibatch', whose minibatches have as "
-                "many microbatches as their samples need: raise minibatch_size instead"
-            )

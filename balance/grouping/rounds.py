@@ -65,13 +65,6 @@ def lacking(pooled: Sequence[int], pool_size: int) -> list[int]:
 class Rounds(ABC):
     """The pool of one rank, and its part in the rounds."""
 
-    pool: list[Entry]
-    """Samples to choose from, the oldest first."""
-
-    pooled: list[int]
-    """How many samples each rank has in its pool, as all of them know it after the last round. (In
-    :class:`QuotaRounds` what was chosen since is not yet taken off.)"""
-
     is_done: bool = False
     """Whether no rank has anything left."""
 
@@ -86,8 +79,11 @@ class Rounds(ABC):
         self.pool_size = pool_size
         self.rank = rank
         self.world_size = world_size
-        self.pool = []
+        self.pool: list[Entry] = []
+        """Samples to choose from, the oldest first."""
         self.pooled = [0] * world_size
+        """How many samples each rank has in its pool, as all of them know it after the last round. (In
+        :class:`QuotaRounds` what was chosen since is not yet taken off.)"""
         self.num_added = 0
 
     def add(self, entries: Sequence[Entry]) -> None:

@@ -36,9 +36,10 @@ def check_late_binding() -> None:
 
 
 class MakesMicrobatches(Protocol[BatchT_co]):
-    """Gives the microbatch of some samples."""
+    """What is indexed by samples, and gives microbatches."""
 
-    def __getitem__(self, samples: list[int], /) -> BatchT_co: ...
+    def __getitem__(self, samples: list[int], /) -> BatchT_co:
+        """The microbatch of these."""
 
 
 class LateMicrobatches(Generic[BatchT]):

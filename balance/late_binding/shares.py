@@ -301,25 +301,22 @@ class Shares:
         Raises:
             RuntimeError: it is another process's, has taken the place of this loader's, or counts in this step.
         """
-        is_here = other.loader.partition("/")[0] == self._loader.partition("/")[0]
-        is_replaced = bool(self._word) and bool(Share.decode(self._word).microbatches)
-        is_alike = other.loader != self._loader and other.minibatch == self._share.minibatch
-        if not is_here or is_replaced or (other.step == self._share.step and (other.is_torn or is_alike)):
-            raise self._not_the_only_one(other)
-
-    def _not_the_only_one(self, other: Share) -> RuntimeError:
         process = other.loader.partition("/")[0]
         if process != self._loader.partition("/")[0]:
-            return RuntimeError(
+            raise RuntimeError(
                 f"late_binding=True: the processes {os.getpid()} and {process} both have a loader at rank {self.rank}. "
                 "Give each its own rank; where ranks compute together, give mesh=, the data-parallel dimensions of the "
                 "mesh of all ranks"
             )
-        return RuntimeError(
-            f"rank {self.rank} has begun a minibatch twice in one step, with two loaders alike or by iterating one "
-            "again: samples that went to or from other ranks the first time would count twice or not at all, or in the "
-            "other loader's loss. Go through the microbatches of one of them, then step; or give each its own seed"
-        )
+        is_replaced = bool(self._word) and bool(Share.decode(self._word).microbatches)
+        is_alike = other.loader != self._loader and other.minibatch == self._share.minibatch
+        if is_replaced or (other.step == self._share.step and (other.is_torn or is_alike)):
+            raise RuntimeError(
+                f"rank {self.rank} has begun a minibatch twice in one step, with two loaders alike or by iterating one "
+                "again: samples that went to or from other ranks the first time would count twice or not at all, or in "
+                "the other loader's loss. Go through the microbatches of one of them, then step; or give each its own "
+                "seed"
+            )
 
     def _name(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"

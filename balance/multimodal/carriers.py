@@ -175,11 +175,14 @@ class Rounds(Protocol):
     """What moves items one-sidedly: an :class:`odc.ItemExchange`, made with :func:`channels_of` an orchestrator."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where items are."""
 
-    def begin(self, channel: str, routes: Sequence[Sequence[Sequence[tuple[int, int, int]]]]) -> Any: ...
+    def begin(self, channel: str, routes: Sequence[Sequence[Sequence[tuple[int, int, int]]]]) -> Any:
+        """A round of a channel: of each rank and part its items, each with its bytes and its reader."""
 
-    def abort(self, error: BaseException) -> None: ...
+    def abort(self, error: BaseException) -> None:
+        """End the exchange on all ranks."""
 
 
 def channels_of(modalities: Sequence[str]) -> list[str]:

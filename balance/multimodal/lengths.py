@@ -11,7 +11,7 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_integer, as_optional_count
 from odc.balance.costs.models import CostModel, check_cost
-from odc.balance.layout import Layout, as_layout, by_rank, split
+from odc.balance.layout import Layout, as_layout, split
 from odc.errors import shorten, shown
 
 
@@ -159,10 +159,6 @@ class MinibatchLengths:
     def samples_of(self, rank: int) -> list[int]:
         """The samples that ``rank`` has, in its order."""
         return [sample for microbatch in self.microbatches[rank] for sample in microbatch]
-
-    def by_rank(self) -> list[IntArray]:
-        """:meth:`samples_of` each rank."""
-        return by_rank(self.microbatches)
 
     def rank_of(self, sample: int) -> int:
         """Which rank has a sample."""

@@ -41,13 +41,17 @@ _LONGEST_END_S = 2.0
 class Feed(Protocol[SampleT]):
     """A loader of lists of samples: a MinibatchLoader or a StreamLoader whose ``collate`` is ``list``."""
 
-    def __iter__(self) -> Iterator[Minibatch[list[SampleT]]]: ...
+    def __iter__(self) -> Iterator[Minibatch[list[SampleT]]]:
+        """Over the minibatches of an epoch."""
 
-    def state_dict(self) -> Any: ...
+    def state_dict(self) -> Any:
+        """Where it is: behind the last minibatch that was handed out."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, at the next iteration."""
 
-    def set_epoch(self, epoch: int) -> None: ...
+    def set_epoch(self, epoch: int) -> None:
+        """Choose what is iterated over next."""
 
 
 @dataclass(frozen=True, eq=False)

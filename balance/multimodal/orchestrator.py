@@ -14,9 +14,9 @@ import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of, check_fit
 from odc.balance.costs import QuadraticCost, attention_costs, evaluate
-from odc.balance.layout import FlatMicrobatches, Layout, microbatch_tokens, permuted, split
+from odc.balance.layout import FlatMicrobatches, Layout, by_rank, microbatch_tokens, permuted, split
 from odc.balance.multimodal.lengths import Items, MinibatchLengths, Phase, SampleLengths
-from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, forward_ends, in_order
+from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, forward_ends
 from odc.balance.multimodal.simulate import step_times
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import Comm, Plan
@@ -183,27 +183,27 @@ class Orchestrator:
         if self.policy != "joint" or not self.balance_encoders:
             return self._schedule(lengths, None)
         # Evening out the sum may let encoders wait for gradients. Where that costs more, each phase is even by itself.
-        read = self._items_of(lengths, lengths.by_rank())
+        read = self._items_of(lengths, by_rank(lengths.microbatches))
         first = self._schedule(lengths, self._plan_encoders(lengths, read, read))
         second = self._schedule(lengths, None)
         return min(first, second, key=lambda schedule: step_times(schedule, "odc").makespan)
 
     def _schedule(self, lengths: MinibatchLengths, encoders: dict[str, Plan] | None) -> MinibatchSchedule:
         """A schedule; its language model makes up for what ``encoders`` that are planned already cost."""
-        has = lengths.by_rank()
+        has = by_rank(lengths.microbatches)
         read = self._items_of(lengths, has)
         if encoders is not None:
             language = self._plan_language(lengths, has, self._loads(encoders))
         else:
             language = self._plan_language(lengths, has, np.zeros(self.num_ranks))
-            encoders = self._plan_encoders(lengths, read, self._items_of(lengths, in_order(language)))
+            encoders = self._plan_encoders(lengths, read, self._items_of(lengths, by_rank(language.microbatches)))
         if self.comm == "odc":
             language = _in_time(language, encoders, lengths)
-        wants = in_order(language)
+        wants = by_rank(language.microbatches)
         needed = self._items_of(lengths, wants)
         inputs, outputs = {}, {}
         for name, plan in encoders.items():
-            inputs[name] = Rearrangement.between(read[name], in_order(plan))
+            inputs[name] = Rearrangement.between(read[name], by_rank(plan.microbatches))
             outputs[name] = Rearrangement.between(inputs[name].target, needed[name])
         samples = Rearrangement.between(has, wants)
         frozen = {name: phase.frozen for name, phase in self.encoders.items()}
@@ -274,7 +274,9 @@ class Orchestrator:
     def _at_home(self, plan: Plan, has: list[IntArray]) -> list[Parts]:
         """The batches of all ranks, each given to a rank that has much of it, or whose node has."""
         ranks_per_node = self.ranks_per_node or self.num_ranks
-        placed = place_items(owners(has), owners(in_order(plan)), plan.lengths, self.num_ranks, ranks_per_node)
+        placed = place_items(
+            owners(has), owners(by_rank(plan.microbatches)), plan.lengths, self.num_ranks, ranks_per_node
+        )
         return permuted(plan.microbatches, placed)
 
     def _plan_encoder(

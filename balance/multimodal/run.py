@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -59,14 +59,6 @@ class MultimodalMinibatch:
 
     num_loss_tokens: int = 0
     num_samples: int = 0
-
-
-@dataclass
-class _Encoded:
-    """The microbatches of one encoder on this rank: outputs with their graphs."""
-
-    items: list[list[int]] = field(default_factory=list)
-    outputs: list[list[torch.Tensor]] = field(default_factory=list)
 
 
 def no_span(kind: str, name: str) -> AbstractContextManager[object]:
@@ -168,7 +160,8 @@ class _Runner:
         self._trains = torch.is_grad_enabled()
         self._frozen = {name: frozen or not self._trains for name, frozen in schedule.frozen.items()}
         self._mover, self._span = mover, span
-        self._done: dict[str, _Encoded] = {}
+        self._done: dict[str, list[tuple[list[int], list[torch.Tensor]]]] = {name: [] for name in self._encoders}
+        """The microbatches of each encoder on this rank: items, and outputs with their graphs."""
         # What this rank has read, by its numbers in the schedule.
         self._parts = dict(zip(schedule.samples.source[self._rank].tolist(), minibatch.parts, strict=True))
         self._items: dict[str, dict[int, Tensors]] = {}
@@ -212,13 +205,12 @@ class _Runner:
 
     def encode(self) -> None:
         for name, encoder in self._encoders.items():
-            carrier, encoded = self._outputs[name], self._done.setdefault(name, _Encoded())
+            carrier = self._outputs[name]
             problem: ValueError | None = None
             for number, items in enumerate(self._schedule.encoders[name].microbatches[self._rank]):
                 with self._span("encode", name):
                     outputs = self._encode_one(name, encoder, items)
-                encoded.items.append(list(items))
-                encoded.outputs.append(outputs)
+                self._done[name].append((list(items), outputs))
                 problem = problem or self._problem_of(name, encoder, items, outputs)
                 if problem is None:
                     with self._span("move", f"{name} outputs"):
@@ -296,10 +288,10 @@ class _Runner:
                 carrier.meet()
         for name in reversed(list(self._gradients)):
             encoded, carrier = self._done[name], self._gradients[name]
-            for number in reversed(range(len(encoded.items))):
+            while encoded:
+                items, outputs = encoded.pop()
                 with self._span("move", f"{name} gradients"):
-                    grads = carrier.get(encoded.items[number])
-                outputs = encoded.outputs[number]
+                    grads = carrier.get(items)
                 # Of a dummy, too: where collectives are, every rank goes through every backward.
                 pairs = [
                     (output, grads[at] if at < len(grads) else torch.zeros_like(output))
@@ -309,7 +301,6 @@ class _Runner:
                 if pairs:
                     with self._span("backward", name):
                         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-                encoded.outputs[number] = []
 
 
 def _put_whole(carrier: Carrier, tensors: list[torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from odc.balance.checks import FloatArray, IntArray, fingerprint
-from odc.balance.layout import FlatMicrobatches, by_rank
+from odc.balance.layout import FlatMicrobatches
 from odc.balance.multimodal.lengths import MinibatchLengths
 from odc.balance.plan import Plan
 from odc.balance.rearrange.rearrangement import Rearrangement
@@ -87,11 +87,6 @@ class MinibatchSchedule:
                 what = f"sample {number}" if plan is self.language else self.lengths.name(name, number)
                 return f"phase {name!r}: {what} goes to rank {ranks[number]} here, to rank {theirs[number]} there"
         return "their microbatches are not the same"
-
-
-def in_order(plan: Plan) -> list[IntArray]:
-    """What each rank has, in the order of its microbatches."""
-    return by_rank(plan.microbatches)
 
 
 def forward_ends(plan: Plan, clocks: FloatArray) -> tuple[FloatArray, FloatArray]:

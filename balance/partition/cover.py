@@ -96,15 +96,12 @@ class _Search:
             j = np.arange(i.size) - np.repeat(np.cumsum(count) - count - first, count)
             piece = np.zeros(i.size, dtype=_COLUMN)
             piece["mask"], piece["kind"], piece["load"] = masks_l[i] | masks_r[j], kind, sums_l[i] + sums_r[j]
-            pieces.append(piece[(piece["mask"] != 0) & self._fits_size(piece["mask"])])
+            fits = piece["mask"] != 0
+            if self.instance.part_size is not None:
+                sizes = np.sum([(piece["mask"] >> i) & 1 for i in range(self.num_items)], axis=0)
+                fits &= sizes == self.instance.part_size
+            pieces.append(piece[fits])
         return np.concatenate(pieces)
-
-    def _fits_size(self, masks: IntArray) -> npt.NDArray[np.bool_]:
-        if self.instance.part_size is None:
-            return np.ones(masks.size, dtype=bool)
-        sizes = np.sum([(masks >> i) & 1 for i in range(self.num_items)], axis=0)
-        fits: npt.NDArray[np.bool_] = sizes == self.instance.part_size
-        return fits
 
 
 class _Covers:

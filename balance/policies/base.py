@@ -115,15 +115,16 @@ class Policy(ABC):
         Raises:
             ValueError: a sample is longer than ``max_tokens``, or an argument is out of range.
         """
-        job = Job.create(
-            lengths,
-            world_size=world_size,
-            max_tokens=max_tokens,
-            cost=cost,
-            microbatch_cost=microbatch_cost,
-            speeds=speeds,
+        return self.plan_job(
+            Job.create(
+                lengths,
+                world_size=world_size,
+                max_tokens=max_tokens,
+                cost=cost,
+                microbatch_cost=microbatch_cost,
+                speeds=speeds,
+            )
         )
-        return self.plan_job(job)
 
     def plan_batch(self, job: Job, minibatch_size: int, seed: int, first: int = 0) -> Iterator[PlannedMinibatch]:
         """Cut a global batch into minibatches of ``minibatch_size`` samples per rank and plan each when it is due.

@@ -10,7 +10,7 @@ import json
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -124,9 +124,6 @@ class Received(Sequence[torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._tensors)
 
     @property
     def leaves(self) -> list[torch.Tensor]:

@@ -93,12 +93,13 @@ def post_balanced(lengths: npt.ArrayLike, num_ranks: int, *, cost: CostModel, la
             fill_empty(costs, parts)
             batch = owners(parts)
         batch = _by_lowest_item(batch, num_ranks)
-    candidates = [batches(each, num_ranks) for each in (batch, np.arange(tokens.size) % num_ranks)]
-    spans = []
-    for each in candidates:
-        one_each = FlatMicrobatches.one_each(each, keep_empty=True)
-        spans.append(float(microbatch_costs(one_each, costs, tokens, layout, attention).max()))
-    return candidates[0] if spans[0] <= spans[1] else candidates[1]
+
+    def makespan(found: list[IntArray]) -> float:
+        one_each = FlatMicrobatches.one_each(found, keep_empty=True)
+        return float(microbatch_costs(one_each, costs, tokens, layout, attention).max())
+
+    dealt_out = np.arange(tokens.size) % num_ranks
+    return min(batches(batch, num_ranks), batches(dealt_out, num_ranks), key=makespan)
 
 
 def _by_lowest_item(batch: IntArray, num_batches: int) -> IntArray:
