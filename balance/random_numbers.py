@@ -19,8 +19,7 @@ def random_generator(name: str, *keys: int) -> np.random.PCG64:
 
 def uniform(stream: np.random.PCG64, size: int) -> FloatArray:
     """``size`` numbers in (0, 1), without the ends."""
-    numbers: FloatArray = ((stream.random_raw(size) >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
-    return numbers
+    return ((stream.random_raw(size) >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
 
 
 def normal_quantiles(probabilities: FloatArray) -> FloatArray:

@@ -83,8 +83,7 @@ class TransformerCost:
         )
 
     def __call__(self, lengths: npt.ArrayLike, /) -> FloatArray:
-        costs: FloatArray = np.tensordot(np.array(self.counts, dtype=np.float64), self.by_group(lengths), axes=1)
-        return costs
+        return np.tensordot(np.array(self.counts, dtype=np.float64), self.by_group(lengths), axes=1)
 
     def by_group(self, lengths: npt.ArrayLike, /) -> FloatArray:
         """FLOPs of ONE layer of each group, float64, of shape ``(num_groups, *lengths.shape)``.

@@ -417,8 +417,7 @@ def _group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.
         return group
     place = Place.of(None, None, mesh, group)
     if mesh.ndim == 1:
-        found: dist.ProcessGroup = mesh.get_group()
-        return found
+        return mesh.get_group()
     ranks = tuple(place.global_ranks(None))
     made = _groups.setdefault(dist.GroupMember.WORLD, {})
     if ranks not in made:

@@ -124,5 +124,4 @@ class Together:
 
 def _whole(mesh: DeviceMesh) -> DeviceMesh:
     own = getattr(mesh, "_get_root_mesh", None)  # from torch 2.10 on
-    found: DeviceMesh = device_mesh._mesh_resources.get_root_mesh(mesh) if own is None else own()
-    return found
+    return device_mesh._mesh_resources.get_root_mesh(mesh) if own is None else own()

@@ -211,8 +211,7 @@ class Identity:
 
 
 def _values(config: Any) -> Mapping[str, Any]:
-    values: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", {})
-    return values
+    return config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", {})
 
 
 Sample = Mapping[str, torch.Tensor]

@@ -251,8 +251,7 @@ class _Table(ExchangeTable):
         keys = first + self._costs[fast] / scale
         above = np.searchsorted(keys.ravel(), (first + np.clip(wanted, -0.25, 1.25)).ravel()).reshape(-1, width)
         above -= np.arange(slow.size)[:, None] * width
-        nearest: IntArray = np.concatenate([np.clip(above - 1, 0, width - 1), np.clip(above, 0, width - 1)], axis=1)
-        return nearest
+        return np.concatenate([np.clip(above - 1, 0, width - 1), np.clip(above, 0, width - 1)], axis=1)
 
     def _sort(self, rows: IntArray) -> None:
         items = self._items[rows]

@@ -95,8 +95,7 @@ def place_items(
     for node, mine in enumerate(of_node):
         first = node * ranks_per_node
         placed[mine] = first + _within_node(volumes.table[mine, first : first + ranks_per_node].T)
-    found_ranks: list[int] = placed.tolist()
-    return found_ranks
+    return placed.tolist()
 
 
 class _Volumes:

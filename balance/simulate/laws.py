@@ -51,8 +51,7 @@ class LognormalMixture:
     def _truncated(self, law: Lognormal, u: FloatArray) -> FloatArray:
         normal = NormalDist(law.mu, law.sigma)
         low, high = normal.cdf(np.log(self.low)), normal.cdf(np.log(self.high))
-        lengths: FloatArray = np.exp(law.mu + law.sigma * normal_quantiles(low + (high - low) * u))
-        return lengths
+        return np.exp(law.mu + law.sigma * normal_quantiles(low + (high - low) * u))
 
 
 @dataclass(frozen=True)
