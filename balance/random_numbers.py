@@ -24,5 +24,4 @@ def uniform(stream: np.random.PCG64, size: int) -> FloatArray:
 
 def normal_quantiles(probabilities: FloatArray) -> FloatArray:
     """Of the standard normal law."""
-    inverse = NormalDist().inv_cdf
-    return np.array([inverse(p) for p in probabilities.tolist()])
+    return np.array(list(map(NormalDist().inv_cdf, probabilities.tolist())))

@@ -71,8 +71,7 @@ class CostFit:
         Raises:
             ValueError: a length is not a positive integer.
         """
-        microbatches = _as_microbatches(lengths)
-        return np.array([self.microbatch_s + self.cost(samples).sum() for samples in microbatches])
+        return np.array([self.microbatch_s + self.cost(samples).sum() for samples in _as_microbatches(lengths)])
 
     def explain(self) -> str:
         """A short text for people: the coefficients, the errors, the worst measurement."""

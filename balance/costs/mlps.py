@@ -124,15 +124,12 @@ def _sparse_layers(config: Config, num_layers: int) -> list[bool]:
         raise ValueError(f"mlp_only_layers={shown(dense)} in the config: expected a list of layer numbers")
     step = config.size("decoder_sparse_step", default=1)
     first = config.count("first_k_dense_replace", "num_dense_layers")
-    at_frequency = _at_frequency(config, num_layers)
+    if isinstance(config.get("moe_layer_freq"), (list, tuple)):
+        at_frequency = [bool(entry) for entry in config.per_layer("moe_layer_freq", num_layers) or ()]
+    else:
+        frequency = config.size("moe_layer_freq", default=1)
+        at_frequency = [layer % frequency == 0 for layer in range(num_layers)]
     return [
         layer not in dense and (layer + 1) % step == 0 and layer >= first and at_frequency[layer]
         for layer in range(num_layers)
     ]
-
-
-def _at_frequency(config: Config, num_layers: int) -> list[bool]:
-    if isinstance(config.get("moe_layer_freq"), (list, tuple)):
-        return [bool(entry) for entry in config.per_layer("moe_layer_freq", num_layers) or ()]
-    frequency = config.size("moe_layer_freq", default=1)
-    return [layer % frequency == 0 for layer in range(num_layers)]

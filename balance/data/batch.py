@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import FloatArray, IntArray, as_cost, as_count, as_lengths, as_one_of, check_fit
-from odc.balance.costs import CostModel
-from odc.balance.costs.models import evaluate
+from odc.balance.costs import CostModel, evaluate
 from odc.balance.data.carried import check_sample, from_row, to_row
-from odc.balance.data.counts import COMMS, Comm, check_counts, filled_up
+from odc.balance.data.iteration import COMMS, Comm, check_counts, filled_up
 from odc.balance.data.loss_tokens import as_loss_tokens, check_length
 from odc.balance.data.loss_weights import loss_weights
 from odc.balance.data.microbatches import SampleT
@@ -340,8 +339,7 @@ def balance_batch(
         comm=comm,
     )
     own = dict(zip(numbers[known.rank].tolist(), samples, strict=True))
-    (found,) = known.arranged([np.arange(order.size)], own)
-    return found
+    return known.arranged([np.arange(order.size)], own)[0]
 
 
 def _agreed(

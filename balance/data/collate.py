@@ -118,8 +118,7 @@ def count_loss_tokens(labels: object) -> int:
         >>> count_loss_tokens([-100, -100, 7, 8, 9])
         3
     """
-    tensor = _as_tensor(labels)
-    return int((tensor[..., 1:] != IGNORED).sum())
+    return int((_as_tensor(labels)[..., 1:] != IGNORED).sum())
 
 
 def _read(sample: Mapping[str, Any], i: int) -> dict[str, torch.Tensor]:

@@ -1,15 +1,25 @@
-"""What the loaders share: one iteration at a time, states that fit or are refused by name, ranks that go in step."""
+"""What the loaders share: one iteration at a time, states that fit or are refused by name, ranks that go in step.
+
+Where they do, different numbers of microbatches are refused, or filled up.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 
+from odc.balance.plan import Plan
 from odc.errors import PeerSilentError, shown
+
+Comm = Literal["auto", "odc", "collective"]
+"""How the ranks that train communicate, see :class:`~odc.balance.MinibatchLoader`."""
+
+COMMS: tuple[str, ...] = get_args(Comm)
 
 _PAUSES_S = 5e-5, 2e-3
 _LONGEST_WAIT_S = 600.0
@@ -71,6 +81,29 @@ def check_state(state: object, identity: Mapping[str, int | str], place: tuple[s
 def ranks_go_in_step() -> bool:
     """Whether this process is one of several ranks, and ODC is not there to let them run different numbers."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not _listening()
+
+
+def check_counts(plan: Plan, what: str) -> None:
+    """Refuse a plan under which collectives would wait forever. ``what``: it is a plan of.
+
+    Raises:
+        RuntimeError: ranks have different numbers of microbatches, and ODC is not at work in this process.
+    """
+    # The numbers of all ranks last: for those, all are packed.
+    if ranks_go_in_step() and len(set(plan.num_microbatches)) > 1:
+        raise RuntimeError(
+            f"policy {plan.policy!r} gives the ranks {list(plan.num_microbatches)} microbatches in {what}, and ODC is "
+            "not at work in this process: the collectives of FSDP or DDP would wait forever. Call "
+            "odc.patch_fsdp(model) before the first minibatch, or start the script with `odc run`. Otherwise pass "
+            "comm='collective' (ranks with fewer get empty microbatches), use a policy with equal numbers (lb-micro), "
+            "or pass comm='odc' if your ranks communicate once per minibatch in another way"
+        )
+
+
+def filled_up(plan: Plan) -> Plan:
+    """With empty microbatches for the ranks that have fewer than others."""
+    most = max(plan.num_microbatches)
+    return replace(plan, microbatches=[[*mine, *([] for _ in range(most - len(mine)))] for mine in plan.microbatches])
 
 
 def sums_are_in_order() -> bool:

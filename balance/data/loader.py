@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from odc.balance.checks import as_count, as_one_of, fingerprint
 from odc.balance.costs import CostModel
 from odc.balance.data.ahead import ahead
-from odc.balance.data.counts import COMMS, Comm, check_counts, filled_up
-from odc.balance.data.iteration import Iterations, check_state
+from odc.balance.data.iteration import COMMS, Comm, Iterations, check_counts, check_state, filled_up
 from odc.balance.data.loss_tokens import as_loss_tokens
 from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, SampleT
 from odc.balance.data.place import Place

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from odc.balance.checks import FloatArray, IntArray, as_count
-from odc.errors import UnsupportedError, shown
+from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of
+from odc.errors import UnsupportedError
 
 _OF_TOKENS = ("dapo", "cispo", "vespo")
 _OF_SEQUENCES = ("grpo", "sapo")
@@ -42,8 +42,7 @@ def loss_weights(
             f"loss_type={loss_type!r}: it is {_OF_A_MICROBATCH[loss_type]}, so it depends on which samples share one, "
             "and a balanced batch packs others together. Use 'dapo', the mean over the tokens of the whole step"
         )
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type={shown(loss_type)}: expected one of {', '.join(map(repr, LOSS_TYPES))}")
+    as_one_of(loss_type, "loss_type", LOSS_TYPES)
     if (max_completion_length is not None) != (loss_type == "dr_grpo"):
         raise ValueError(
             f"max_completion_length={max_completion_length} with loss_type={loss_type!r}: 'dr_grpo' divides by it, and "

@@ -40,16 +40,14 @@ class Order:
         self._seed = seed
         self._shuffle = shuffle
         self._infinite = infinite
-        self._drawn: dict[int, IntArray] = {}
-        self._epoch = 0
-        self._known = (-1, 0)
-        """A lap, and its fingerprint."""
+        self.begin(0)
 
     def begin(self, epoch: int) -> None:
         """Forget the order of another iteration; a sampler is asked again."""
         self._epoch = epoch
-        self._drawn = {}
+        self._drawn: dict[int, IntArray] = {}
         self._known = (-1, 0)
+        """A lap, and its fingerprint."""
 
     def of_lap(self, lap: int) -> IntArray:
         """(num_samples,)."""

@@ -70,7 +70,7 @@ class Reader(Generic[WantedT, ItemT]):
             dataset,
             batch_size=None,
             sampler=self._wanted,
-            collate_fn=_as_it_is,  # by default torch would make tensors of numpy arrays
+            collate_fn=as_it_is,  # by default torch would make tensors of numpy arrays
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
@@ -132,7 +132,8 @@ class _Wanted:
         return self.items
 
 
-def _as_it_is(item: ItemT) -> ItemT:
+def as_it_is(item: ItemT) -> ItemT:
+    """No other than what was given."""
     return item
 
 

@@ -80,8 +80,7 @@ class MinibatchSampler:
         self.minibatch_size = as_count(minibatch_size, "minibatch_size")
         self.policy = policy if isinstance(policy, Policy) else get_policy(policy)
         self.cost = cost
-        longest = int(self.lengths.max(initial=1))
-        self.max_tokens = longest if max_tokens is None else as_count(max_tokens, "max_tokens")
+        self.max_tokens = as_count(self.lengths.max(initial=1) if max_tokens is None else max_tokens, "max_tokens")
         self.seed = as_count(seed, "seed", minimum=0, maximum=None)
         self.shuffle = shuffle
         self.group_by_length = group_by_length

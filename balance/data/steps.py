@@ -42,7 +42,10 @@ class StepStream:
         """Steps, and the position behind each, from the position ``start`` on; none: from the beginning."""
         num_done = 0
         if start:
-            num_done = self._load(start)
+            self._rounds.load(start["rounds"], self._source.load(start["source"], start["places"]))
+            self._num_emitted = int(start["num_emitted"])
+            self._is_dealt_anew = bool(start["is_dealt_anew"])
+            num_done = int(start["num_steps_done"])
         else:
             self._source.want(self._rounds.pooled)
         is_begun = False
@@ -53,7 +56,9 @@ class StepStream:
                 is_begun = True
             self._deal_anew()
             position = self._position()
-            steps = self._plan()
+            steps = self._rounds.plan(self._exchange.gather(self._rounds.offer(self._source.is_finished)))
+            if not self._rounds.is_done:
+                self._source.want(self._rounds.pooled)
             num_requests = len(self._source.requests)
             for number, step in enumerate(steps, 1):
                 self._num_emitted += step.num_samples
@@ -75,12 +80,6 @@ class StepStream:
                 self._rounds = self._make_rounds()
                 self._source.want(self._rounds.pooled)
 
-    def _plan(self) -> list[Step]:
-        steps = self._rounds.plan(self._exchange.gather(self._rounds.offer(self._source.is_finished)))
-        if not self._rounds.is_done:
-            self._source.want(self._rounds.pooled)
-        return steps
-
     def _compare_first(self) -> None:
         """Whether ranks go through the same items in the same order, where each keeps its part of them."""
         mine = self._source.first()
@@ -98,13 +97,6 @@ class StepStream:
             "num_emitted": self._num_emitted,
             "is_dealt_anew": int(self._is_dealt_anew),
         }
-
-    def _load(self, position: Mapping[str, Any]) -> int:
-        """Go to a position, and return how many steps of its round were given out."""
-        self._rounds.load(position["rounds"], self._source.load(position["source"], position["places"]))
-        self._num_emitted = int(position["num_emitted"])
-        self._is_dealt_anew = bool(position["is_dealt_anew"])
-        return int(position["num_steps_done"])
 
     def _deal_anew(self) -> None:
         """Even out what is left in the pools once nothing more comes, where any rank can read any sample."""

@@ -24,8 +24,7 @@ from odc.balance.data.reader import Reader, name_samples
 from odc.balance.data.samples import IterableYields, Measure, SampleDataset
 from odc.balance.data.sources import IndexedSource, Requests, Source
 from odc.balance.data.steps import StepStream, entries_of
-from odc.balance.grouping.alignment import Alignment
-from odc.balance.grouping.alignment import Name as Align
+from odc.balance.grouping.alignment import Align, Alignment
 from odc.balance.grouping.methods import Grouping, Name
 from odc.balance.grouping.quota import num_minibatches
 from odc.balance.grouping.rounds import Entry, Step
@@ -40,6 +39,8 @@ LossScaling = Literal["exact", "approx", "sample", "none"]
 
 _PLACE = ("epoch", "position")
 _POSITION = ("rounds", "source", "places", "num_emitted", "is_dealt_anew", "num_steps_done")
+_COUNTED = ("num_emitted", "is_dealt_anew", "num_steps_done", "is_done")
+"""What of a position is the same on all ranks."""
 _LONGEST_S = 10.0 * 365 * 86400
 
 
@@ -371,7 +372,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         number = self._iterations.begin()
         exchange = self._own_exchange()
         try:
-            at = {**_at(self.epoch, start), "order": self._begin_order(start)}
+            counted = {name: int(start.get(name, 0)) for name in _COUNTED}
+            at = {"epoch": self.epoch, **counted, "order": self._begin_order(start)}
         except BaseException as error:
             exchange.tell_failure(error)
             raise
@@ -591,9 +593,3 @@ class StreamLoader(Generic[SampleT, BatchT]):
         if (costs := self.alignment.costs_of_some()).size:
             found["costs_fingerprint"] = fingerprint(costs.tobytes())
         return found
-
-
-def _at(epoch: int, position: Mapping[str, Any]) -> dict[str, int]:
-    """Where a stream is, in numbers that are the same on all ranks."""
-    counted = ("num_emitted", "is_dealt_anew", "num_steps_done", "is_done")
-    return {"epoch": epoch, **{name: int(position.get(name, 0)) for name in counted}}

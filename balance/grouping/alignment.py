@@ -12,7 +12,7 @@ from odc.balance.costs import CostModel, evaluate
 from odc.balance.grouping.methods import Grouping
 from odc.balance.grouping.rounds import AlignedRounds, EqualStepRounds, FreeRounds, QuotaRounds, Rounds
 
-Name = Literal["dgap", "steps", "minibatch", "none"]
+Align = Literal["dgap", "steps", "minibatch", "none"]
 """See :class:`~odc.balance.StreamLoader`."""
 
 
@@ -24,7 +24,7 @@ class Alignment:
         ValueError: there is no such way, or an argument makes no sense beside another.
     """
 
-    name: Name
+    name: Align
     grouping: Grouping
     pool_size: int
     rank: int
@@ -37,7 +37,7 @@ class Alignment:
     join: bool = True
 
     def __post_init__(self) -> None:
-        as_one_of(self.name, "align", get_args(Name))
+        as_one_of(self.name, "align", get_args(Align))
         as_count(self.accumulated, "gradient_accumulation_steps")
         as_optional_count(self.minibatch_size, "minibatch_size")
         if self.name == "minibatch":

@@ -68,9 +68,6 @@ class Rounds(ABC):
     is_done: bool = False
     """Whether no rank has anything left."""
 
-    vector_size: int
-    """Numbers in a vector, the same on all ranks."""
-
     deals_anew: ClassVar[bool] = False
     """Whether the pools should be evened out by cost once nothing more comes."""
 
@@ -116,7 +113,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def offer(self, is_finished: bool) -> FloatArray:
-        """What to tell the other ranks before the next steps, (vector_size,).
+        """What to tell the other ranks before the next steps, (n,), as many numbers on all of them.
 
         Args:
             is_finished: nothing more will be added.
@@ -124,7 +121,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def plan(self, offers: FloatArray) -> list[Step]:
-        """The next steps, given what all ranks have told, (world_size, vector_size).
+        """The next steps, given what all ranks have told, (world_size, n).
 
         The samples of these steps leave the pool. Every rank gets equally many steps.
         """
@@ -186,8 +183,6 @@ def _pool_tables(vectors: FloatArray, pool_size: int) -> list[FloatArray]:
 class FreeRounds(Rounds):
     """Each rank by itself: its steps are its groups, and nothing is known of the other ranks (nor of their counts)."""
 
-    vector_size = 0
-
     def offer(self, is_finished: bool) -> FloatArray:
         return np.zeros(0)
 
@@ -222,14 +217,13 @@ class AlignedRounds(Rounds):
     def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int, *, joins: bool = True) -> None:
         super().__init__(grouping, pool_size, rank, world_size)
         self.joins = joins
-        self.vector_size = 3 + 2 * pool_size
         self._order: list[int] = []
 
     def offer(self, is_finished: bool) -> FloatArray:
         groups = self._groups()
         self._order = [i for group in groups for i in group]
         counts = [self.pool[i].num_loss_tokens for i in self._order]
-        vector = np.zeros(self.vector_size)
+        vector = np.zeros(3 + 2 * self.pool_size)
         vector[:3] = (len(groups) or -int(is_finished), len(self.pool), len(counts))
         vector[3 : 3 + len(groups)] = [len(group) for group in groups]
         vector[3 + self.pool_size : 3 + self.pool_size + len(counts)] = counts
@@ -271,7 +265,6 @@ class EqualStepRounds(Rounds):
 
     def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int, *, cost: CostModel) -> None:
         super().__init__(grouping, pool_size, rank, world_size)
-        self.vector_size = 3 + 3 * pool_size
         self._cost = cost
         self._num_steps = 0
         self._arrived: dict[int, int] = {}
@@ -283,7 +276,7 @@ class EqualStepRounds(Rounds):
 
     def offer(self, is_finished: bool) -> FloatArray:
         size = len(self.pool)
-        vector = np.zeros(self.vector_size)
+        vector = np.zeros(3 + 3 * self.pool_size)
         vector[:3] = (1 if size else -int(is_finished), size, is_finished)
         table = vector[3:].reshape(3, self.pool_size)
         for column, entry in enumerate(self.pool):
@@ -348,7 +341,6 @@ class QuotaRounds(Rounds):
             rounds end when the samples do.
     """
 
-    vector_size = 9
     deals_anew = True
 
     def __init__(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from odc.balance.data.iteration import ranks_go_in_step, sums_are_in_order
+from odc.balance.data.reader import as_it_is
 from odc.balance.late_binding.outlook import Outlook, Share
 from odc.balance.late_binding.shares import Shares
 from odc.balance.partition.differencing import Parts
@@ -70,7 +71,7 @@ class LateMicrobatches(Generic[BatchT]):
         self._batches = batches
         self._dataset = dataset
         self._unread = [] if batches is None else list(planned.plan.microbatches[shares.rank])
-        self._change: Callable[[BatchT], Any] = _as_it_is
+        self._change: Callable[[BatchT], Any] = as_it_is
 
     def __iter__(self) -> Iterator[BatchT]:
         return self._run()
@@ -175,7 +176,3 @@ class LateMicrobatches(Generic[BatchT]):
             else:
                 return []
         return []
-
-
-def _as_it_is(batch: BatchT) -> BatchT:
-    return batch

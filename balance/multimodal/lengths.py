@@ -239,14 +239,10 @@ class RankLengths:
         for name in modalities:
             rows = [(number, *item) for number, sample in enumerate(samples) for item in sample.items.get(name, ())]
             table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-            sizes = np.zeros(len(rows), dtype=np.int64)
-            if item_bytes is not None:
-                sizes[:] = item_bytes[name]
+            sizes = np.array([0] * len(rows) if item_bytes is None else item_bytes[name], dtype=np.int64)
             items[name] = Items(table[:, 0], table[:, 1], table[:, 2], sizes)
         language = np.array([sample.length for sample in samples], dtype=np.int64)
-        own = np.zeros(len(samples), dtype=np.int64)
-        if num_bytes is not None:
-            own[:] = num_bytes
+        own = np.array([0] * len(samples) if num_bytes is None else num_bytes, dtype=np.int64)
         return cls([len(microbatch) for microbatch in microbatches], language, own, items)
 
     def as_vector(self) -> FloatArray:

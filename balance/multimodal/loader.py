@@ -167,9 +167,7 @@ class MultimodalLoader(Generic[SampleT]):
     def close(self) -> None:
         """End the iteration, the loader's workers, and the connections to other ranks. Call it on every rank."""
         self._end()
-        close = getattr(self.loader, "close", None)
-        if close is not None:
-            close()
+        getattr(self.loader, "close", lambda: None)()
         self._exchange.close()
         self._exchange = Alone()
 
@@ -259,9 +257,7 @@ class MultimodalLoader(Generic[SampleT]):
             exchange.tell_failure(error)
             _put(ready, _Ready(None, None, error=error), stop)
         finally:
-            close = getattr(minibatches, "close", None)
-            if close is not None:
-                close()
+            getattr(minibatches, "close", lambda: None)()
 
     def _planned(self, drawn: Minibatch[list[SampleT]], exchange: Exchange) -> MultimodalMinibatch:
         parts = [[self._take_apart(sample) for sample in microbatch] for microbatch in drawn.microbatches]
@@ -275,8 +271,7 @@ class MultimodalLoader(Generic[SampleT]):
             for name in modalities
         }
         lengths = [[part.lengths for part in microbatch] for microbatch in parts]
-        mine = RankLengths.of_samples(lengths, modalities, num_bytes, item_bytes)
-        rows = self._gathered(mine, exchange)
+        rows = self._gathered(RankLengths.of_samples(lengths, modalities, num_bytes, item_bytes), exchange)
         schedule = self.orchestrator.plan(MinibatchLengths.of_ranks(rows, modalities))
         self._require_same(schedule, exchange)
         return MultimodalMinibatch(

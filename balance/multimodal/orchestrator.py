@@ -20,9 +20,8 @@ from odc.balance.multimodal.schedule import FORWARD_SHARE, MinibatchSchedule, fo
 from odc.balance.multimodal.simulate import step_times
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import Comm, Plan
-from odc.balance.policies import Policy, get_policy
+from odc.balance.policies import LBMini, Policy, get_policy
 from odc.balance.policies.base import costliest_first, renumber
-from odc.balance.policies.mini import LBMini
 from odc.balance.policies.packing import pack, pack_together
 from odc.balance.rearrange.nodes import place_items
 from odc.balance.rearrange.post_balance import post_balanced

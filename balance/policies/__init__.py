@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from odc.balance.policies.base import Policy
-from odc.balance.policies.micro import LBMicro, LBMicroGlobal
+from odc.balance.policies.micro import LBMicro, LBMicroGlobal, VerlNative, VerlOptimized
 from odc.balance.policies.mini import LBMini, LBMiniEqual
 from odc.balance.policies.unpacked import LocalSort, NoBalance
-from odc.balance.policies.verl import VerlNative, VerlOptimized
 from odc.errors import shown
 
 __all__ = [

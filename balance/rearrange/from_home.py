@@ -11,9 +11,8 @@ from odc.balance.checks import IntArray
 from odc.balance.layout import by_rank, permuted
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import PackedOnDemand, Plan
-from odc.balance.policies import LBMini, Policy
-from odc.balance.policies.base import Job
-from odc.balance.policies.mini import packed_on_demand
+from odc.balance.policies.base import Job, Policy
+from odc.balance.policies.mini import LBMini, packed_on_demand
 from odc.balance.rearrange.nodes import place_items
 from odc.balance.rearrange.rearrangement import owners
 from odc.balance.rearrange.rebalance import rebalanced

@@ -221,12 +221,9 @@ def _fullest_first(volumes: _Volumes) -> IntArray:
         if room[node] and nodes[batch] < 0:
             nodes[batch] = node
             room[node] -= 1
-    # The others go where there is room.
-    left = iter([batch for batch in range(num_ranks) if nodes[batch] < 0])
-    for node in range(num_nodes):
-        for batch in itertools.islice(left, room[node]):
-            nodes[batch] = node
-    return np.array(nodes)
+    found = np.array(nodes)
+    found[found < 0] = np.repeat(np.arange(num_nodes), room)  # the others go where there is room
+    return found
 
 
 def _search(volumes: _Volumes, nodes: IntArray) -> IntArray:

@@ -146,8 +146,7 @@ class Rearrangement:
             changed = np.flatnonzero(owners(mine) != owners(theirs))
             if changed.size:
                 item = int(changed[0])
-                ranks = f"rank {owners(mine)[item]} against rank {owners(theirs)[item]}"
-                return f"item {item} goes {name} {ranks}"
+                return f"item {item} goes {name} rank {owners(mine)[item]} against rank {owners(theirs)[item]}"
             for rank, (a, b) in enumerate(zip(mine, theirs, strict=True)):
                 if not np.array_equal(a, b):
                     end = "source" if name == "from" else "target"

@@ -92,8 +92,7 @@ def rebalanced(
     moved = _evened_out(values, has, beside, ranks_per_node or num_ranks, bound)
     if max(moved.loads) <= target:
         return moved.parts()
-    parts = [mine.tolist() for mine in moved.parts()]
-    stuck = refine(values, parts, equal_size=False, loads=beside, target=target)
+    stuck = refine(values, [mine.tolist() for mine in moved.parts()], equal_size=False, loads=beside, target=target)
     makespan = _makespan(values, stuck, beside)
     if makespan > bound * (1 + _WORTH_MOVING):
         anew = split_beside(values, beside) if beside.any() else split_by_cost(values, num_ranks, equal_size=False)

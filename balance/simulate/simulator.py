@@ -15,8 +15,7 @@ from odc.balance.costs import CostModel
 from odc.balance.data.sampler import MinibatchSampler
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import Comm, PlannedMinibatch
-from odc.balance.policies import Policy
-from odc.balance.policies.base import Job
+from odc.balance.policies.base import Job, Policy
 from odc.balance.policies.packing import best_fit_decreasing
 from odc.balance.random_numbers import random_generator
 from odc.balance.simulate.machine import Machine, Stopwatch
