@@ -291,8 +291,7 @@ class Plan:
             if set(map(type, chain(chain(self.microbatches)))) <= {int}:
                 microbatches = [list(map(list, mine)) for mine in self.microbatches]
             else:
-                index = operator.index
-                microbatches = [[[index(sample) for sample in part] for part in mine] for mine in self.microbatches]
+                microbatches = [[list(map(operator.index, part)) for part in mine] for mine in self.microbatches]
             samples = np.array(list(chain(chain(microbatches))))
         self._check_samples(samples)
         tokens = microbatch_tokens(microbatches, self.lengths, self.layout)

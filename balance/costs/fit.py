@@ -118,7 +118,11 @@ def fit_cost(lengths: Lengths, seconds: npt.ArrayLike, *, form: Form = "quadrati
     if form not in ("quadratic", "linear"):
         raise ValueError(f"form={shown(form)}: expected 'quadratic' or 'linear'")
     microbatches = _as_microbatches(lengths)
-    times = _as_seconds(seconds, len(microbatches))
+    times = as_costs(seconds, "seconds")
+    if times.size != len(microbatches):
+        raise ValueError(f"{times.size} seconds for {len(microbatches)} lengths: expected one per measurement")
+    if not times.all():
+        raise ValueError(f"seconds[{int(np.argmin(times))}] is 0: expected more than 0")
     terms = [*("a" if form == "quadratic" else ""), "b", *("c" if fixed else "")]
     if len(microbatches) < len(terms):
         raise ValueError(
@@ -187,15 +191,6 @@ def _as_microbatches(lengths: Lengths) -> list[IntArray]:
     if empty := [index for index, samples in enumerate(microbatches) if not samples.size]:
         raise ValueError(f"lengths[{empty[0]}] is empty: expected at least one sample in every measured microbatch")
     return microbatches
-
-
-def _as_seconds(seconds: npt.ArrayLike, num_measurements: int) -> FloatArray:
-    times = as_costs(seconds, "seconds")
-    if times.size != num_measurements:
-        raise ValueError(f"{times.size} seconds for {num_measurements} lengths: expected one per measurement")
-    if not times.all():
-        raise ValueError(f"seconds[{int(np.argmin(times))}] is 0: expected more than 0")
-    return times
 
 
 def _check_rank(matrix: FloatArray, terms: list[str], microbatches: list[IntArray]) -> None:

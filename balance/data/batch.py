@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import FloatArray, IntArray, as_cost, as_count, as_lengths, as_one_of, check_fit
 from odc.balance.costs import CostModel, evaluate
-from odc.balance.data.carried import check_sample, from_row, to_row
 from odc.balance.data.iteration import COMMS, Comm, check_counts, filled_up
 from odc.balance.data.loss_tokens import as_loss_tokens, check_length
 from odc.balance.data.loss_weights import loss_weights
 from odc.balance.data.microbatches import SampleT
 from odc.balance.data.place import Place
 from odc.balance.layout import split
+from odc.balance.multimodal.payload import check_sample, from_row, to_row
 from odc.balance.plan import Plan
 from odc.balance.policies import Policy, get_policy
 from odc.balance.policies.base import Job

@@ -81,8 +81,7 @@ class VectorExchange:
 
         def connect(store: Any) -> tuple[str, Any]:
             own = f"{name}/{store.add(f'{name}/made/{rank}', 1)}"
-            limit = timedelta(seconds=timeout_s)
-            return own, dist.ProcessGroupGloo(PrefixStore(own, store), rank, world_size, limit)
+            return own, dist.ProcessGroupGloo(PrefixStore(own, store), rank, world_size, timedelta(seconds=timeout_s))
 
         self._name, group = self._store.ask(connect, timeout_s + _STORE_S)
         self._timeout_s = timeout_s

@@ -73,9 +73,6 @@ class LateMicrobatches(Generic[BatchT]):
         self._unread = [] if batches is None else list(planned.plan.microbatches[shares.rank])
         self._change: Callable[[BatchT], Any] = as_it_is
 
-    def __iter__(self) -> Iterator[BatchT]:
-        return self._run()
-
     def __len__(self) -> int:
         raise TypeError("with late_binding=True nobody knows the number of microbatches before they are through")
 
@@ -90,7 +87,7 @@ class LateMicrobatches(Generic[BatchT]):
         while self._unread:
             self._next_made()
 
-    def _run(self) -> Iterator[BatchT]:
+    def __iter__(self) -> Iterator[BatchT]:
         shares = self._shares
         planned = self._planned.plan.microbatches[shares.rank]
         shares.open(self._number, planned)

@@ -144,8 +144,7 @@ class _InStepCarrier(Carrier):
         self._got: dict[int, torch.Tensor] = {}
 
     def put(self, part: int, tensors: Sequence[torch.Tensor]) -> None:
-        items = self._cargo.parts[self._mover.rank][part]
-        self._put.update(zip(items, tensors, strict=True))
+        self._put.update(zip(self._cargo.parts[self._mover.rank][part], tensors, strict=True))
 
     def meet(self, problem: ValueError | None = None) -> None:
         route, rank = self._cargo.route, self._mover.rank

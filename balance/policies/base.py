@@ -59,10 +59,6 @@ class Job:
         chosen = np.asarray(samples, dtype=np.int64)
         return replace(self, lengths=self.lengths[chosen], costs=self.costs[chosen])
 
-    def with_costs(self, costs: FloatArray) -> Job:
-        """The same at other costs."""
-        return replace(self, costs=costs)
-
 
 class Policy(ABC):
     """Decides which rank trains on which samples, and packs them. Stateless and deterministic.

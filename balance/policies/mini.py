@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -42,7 +43,7 @@ class LBMini(Policy):
         return split_by_cost(job.costs, job.world_size, equal_size=False, speeds=job.speeds)
 
     def _assign(self, job: Job, costs: FloatArray) -> Sequence[Parts]:
-        return packed_on_demand(job, self.ranks(job.with_costs(costs)))
+        return packed_on_demand(job, self.ranks(replace(job, costs=costs)))
 
 
 class LBMiniEqual(LBMini):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from odc.balance.checks import IntArray
 from odc.balance.partition.differencing import Parts
 from odc.balance.policies.base import Job, Policy
 
@@ -20,12 +21,13 @@ class NoBalance(Policy):
     def assign(self, job: Job) -> list[Parts]:
         num_microbatches = -(-job.lengths.size // job.world_size)
         ranks = [self.order(np.arange(r, job.lengths.size, job.world_size), job) for r in range(job.world_size)]
-        return [[[sample] for sample in mine] + [[] for _ in range(num_microbatches - len(mine))] for mine in ranks]
+        return [
+            [[sample] for sample in mine.tolist()] + [[] for _ in range(num_microbatches - mine.size)] for mine in ranks
+        ]
 
-    def order(self, samples: np.ndarray, job: Job) -> list[int]:
+    def order(self, samples: IntArray, job: Job) -> IntArray:
         """The samples of one rank in the order in which it runs them."""
-        in_order: list[int] = samples.tolist()
-        return in_order
+        return samples
 
 
 class LocalSort(NoBalance):
@@ -33,6 +35,5 @@ class LocalSort(NoBalance):
 
     name = "local-sort"
 
-    def order(self, samples: np.ndarray, job: Job) -> list[int]:
-        longest_first: list[int] = samples[np.argsort(-job.lengths[samples], kind="stable")].tolist()
-        return longest_first
+    def order(self, samples: IntArray, job: Job) -> IntArray:
+        return samples[np.argsort(-job.lengths[samples], kind="stable")]

@@ -17,8 +17,8 @@ from process_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc.balance import LinearCost, QuadraticCost, TransformerCost, balance_batch, policy_names
-from odc.balance.data.carried import from_row, to_row
 from odc.balance.data.loss_weights import LOSS_TYPES, loss_weights
+from odc.balance.multimodal.payload import from_row, to_row
 from odc.errors import UnsupportedError
 
 COST = QuadraticCost(a=1e-3, b=1.0)

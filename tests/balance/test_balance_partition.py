@@ -17,8 +17,7 @@ from odc.balance import karmarkar_karp
 from odc.balance.partition import split_beside
 from odc.balance.partition.bounds import lower_bound
 from odc.balance.partition.differencing import largest_differencing
-from odc.balance.partition.greedy import longest_first
-from odc.balance.partition.kway import fill_empty
+from odc.balance.partition.kway import fill_empty, longest_first
 from odc.balance.partition.refine import Limit, refine
 
 
