@@ -123,10 +123,13 @@ class Plan:
     def __post_init__(self) -> None:
         lengths, costs = as_lengths(self.lengths).copy(), as_costs(self.costs).copy()
         lengths.flags.writeable = costs.flags.writeable = False
-        checked: dict[str, object] = {"lengths": lengths, "costs": costs}
-        checked["max_tokens"] = as_count(self.max_tokens, "max_tokens")
-        checked["layout"] = as_layout(self.layout)
-        checked["microbatch_cost"] = as_cost(self.microbatch_cost, "microbatch_cost")
+        checked: dict[str, object] = {
+            "lengths": lengths,
+            "costs": costs,
+            "max_tokens": as_count(self.max_tokens, "max_tokens"),
+            "layout": as_layout(self.layout),
+            "microbatch_cost": as_cost(self.microbatch_cost, "microbatch_cost"),
+        }
         if self.speeds is not None:
             checked["speeds"] = tuple(as_speeds(self.speeds, len(self.microbatches)).tolist())
         if self.attention_costs is not None:

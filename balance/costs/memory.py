@@ -195,8 +195,14 @@ class ShardedState:
         Raises:
             ValueError: as :meth:`TransformerShape.from_config`, or a number is not a positive integer.
         """
-        numbers = {"param_bytes": param_bytes, "master_bytes": master_bytes, "grad_bytes": grad_bytes}
-        numbers |= {"moment_bytes": moment_bytes, "gathered_layers": gathered_layers, "world_size": world_size}
+        numbers = {
+            "param_bytes": param_bytes,
+            "master_bytes": master_bytes,
+            "grad_bytes": grad_bytes,
+            "moment_bytes": moment_bytes,
+            "gathered_layers": gathered_layers,
+            "world_size": world_size,
+        }
         for name, value in numbers.items():
             as_count(value, name)
         shape = TransformerShape.from_config(config)

@@ -95,10 +95,14 @@ def _config(model_type: str, sizes: tuple[int, ...], tied: bool, **more: object)
 
 def _all() -> dict[str, Fields]:
     configs = {name: _config("qwen2", sizes, tied, use_sliding_window=False) for name, (sizes, tied) in _QWEN2.items()}
-    for name, (sizes, tied) in _QWEN3.items():
-        configs[name] = _config("qwen3", sizes, tied, head_dim=128, attention_bias=False, use_sliding_window=False)
-    for name, (sizes, tied) in _LLAMA.items():
-        configs[name] = _config("llama", sizes, tied, attention_bias=False, mlp_bias=False)
+    configs |= {
+        name: _config("qwen3", sizes, tied, head_dim=128, attention_bias=False, use_sliding_window=False)
+        for name, (sizes, tied) in _QWEN3.items()
+    }
+    configs |= {
+        name: _config("llama", sizes, tied, attention_bias=False, mlp_bias=False)
+        for name, (sizes, tied) in _LLAMA.items()
+    }
     # v0.1: from v0.2 on, the models of this family have no window.
     configs["mistral-7b"] = _config("mistral", _MISTRAL_SIZES, False, sliding_window=4096)
     configs["qwen3-30b-a3b"] = _config(

@@ -138,10 +138,12 @@ class MinibatchSampler:
             found["lengths_fingerprint"] = fingerprint(self.lengths.tobytes())
         if self.policy.two_level:
             weights = [self._job.costs, *([] if self._job.speeds is None else [self._job.speeds])]
-            found["policy"] = self.policy.name
-            found["world_size"] = self.world_size
-            found["drop_last"] = int(self.drop_last)
-            found["costs_fingerprint"] = fingerprint(b"".join(array.tobytes() for array in weights))
+            found |= {
+                "policy": self.policy.name,
+                "world_size": self.world_size,
+                "drop_last": int(self.drop_last),
+                "costs_fingerprint": fingerprint(b"".join(array.tobytes() for array in weights)),
+            }
         return found
 
     def __len__(self) -> int:

@@ -70,9 +70,8 @@ class Machine:
     """Time of what ranks exchange once a minibatch, when all have come to its end: nothing hides it."""
 
     def __post_init__(self) -> None:
-        checked: dict[str, object] = {}
-        for name in ("noise", "gather", "scatter", "synchronization", "overlap", "forward_share"):
-            checked[name] = as_cost(getattr(self, name), name)
+        costs = ("noise", "gather", "scatter", "synchronization", "overlap", "forward_share")
+        checked: dict[str, object] = {name: as_cost(getattr(self, name), name) for name in costs}
         for name in ("overlap", "forward_share"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a number from 0 to 1")
