@@ -105,8 +105,8 @@ class ExchangeTable(ABC):
     def exchange(self, slow: IntArray, fast: IntArray) -> npt.NDArray[np.bool_]:
         """The best exchange of each pair of rows, where it helps; which did. No row is in two pairs."""
         given, taken, times = self._best(slow, fast)
-        helps = times < self.times[slow] - self.min_gain * float(self.times.max(initial=0.0))
-        helps &= self.times[slow] > self._target
+        before = self.times[slow]
+        helps = (before > self._target) & (times < before - self.min_gain * float(self.times.max(initial=0.0)))
         self._swap(slow[helps], given[helps], fast[helps], taken[helps])
         return helps
 
