@@ -168,11 +168,7 @@ class MinibatchLengths:
         """An item, for messages."""
         sample = int(self.items[modality].sample[item])
         place = item - int(np.searchsorted(self.items[modality].sample, sample))
-        return f"{modality} item {place} of {self.sample_name(sample)}"
-
-    def sample_name(self, sample: int) -> str:
-        """A sample, for messages."""
-        return f"sample {sample} of the minibatch (read by rank {self.rank_of(sample)})"
+        return f"{modality} item {place} of sample {sample} of the minibatch (read by rank {self.rank_of(sample)})"
 
     @classmethod
     def of_ranks(cls, rows: Sequence[RankLengths], modalities: Sequence[str]) -> MinibatchLengths:

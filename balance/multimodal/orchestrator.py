@@ -6,9 +6,8 @@ goes from where it was made to where its sample's sequence is, in one step (rear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 
 import numpy as np
 
@@ -233,7 +232,7 @@ class Orchestrator:
         costs = evaluate(phase.cost, lengths.language)
         microbatches: Sequence[Parts] = lengths.microbatches
         limit = phase.max_tokens
-        _check_fit(phase, lengths.language, lengths.sample_name)
+        _check_fit(phase, lengths, lengths.language)
         if limit is None:  # and so no policy
             limit = max((int(lengths.language[m].sum()) for rank in microbatches for m in rank), default=1)
         if self.policy == "local":
@@ -282,7 +281,7 @@ class Orchestrator:
         self, phase: Phase, lengths: MinibatchLengths, has: list[IntArray], wants: list[IntArray]
     ) -> Plan:
         items = lengths.items[phase.name]
-        _check_fit(phase, items.encoder, partial(lengths.name, phase.name))
+        _check_fit(phase, lengths, items.encoder)
         costs = evaluate(phase.cost, items.encoder)
         batches = self._balanced(phase, items, costs, has, wants) if self.balance_encoders else wants
         if phase.max_tokens is None:
@@ -329,14 +328,18 @@ class Orchestrator:
         return [[*mine, *([] for _ in range(most - len(mine)))] for mine in microbatches]
 
 
-def _check_fit(phase: Phase, tokens: IntArray, name: Callable[[int], str]) -> None:
+def _check_fit(phase: Phase, lengths: MinibatchLengths, tokens: IntArray) -> None:
     """Check the limit of a phase, whose items (for the language model: samples) have so many tokens."""
     if phase.max_tokens is None:
         return
     try:
         check_fit(tokens, phase.max_tokens)
     except ValueError as error:
-        raise ValueError(f"phase {phase.name!r}, {name(int(np.argmax(tokens)))}: {error}") from None
+        worst = int(np.argmax(tokens))
+        where = f"sample {worst} of the minibatch (read by rank {lengths.rank_of(worst)})"
+        if phase.name in lengths.items:
+            where = lengths.name(phase.name, worst)
+        raise ValueError(f"phase {phase.name!r}, {where}: {error}") from None
 
 
 def _identity(phase: Phase) -> dict[str, object]:
