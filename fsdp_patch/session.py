@@ -318,7 +318,7 @@ class Session:
     def _finish_on_all(self, kind: EndKind) -> Sequence[End]:
         """End the minibatch in the shard groups, and then among the replicas; how each rank of them has ended it."""
         in_odc_s = self.counters.communication_s - self._before.communication_s
-        compute_ns = int((time.monotonic() - self._ended_s - in_odc_s) * 1e9)
+        compute_ns = max(0, int((time.monotonic() - self._ended_s - in_odc_s) * 1e9))
         self._runtime.finish(End(kind, self._gradients.notes()._replace(compute_ns=compute_ns)))
         for replicas in self._replicas:  # all: nobody waits for a late rank once a collective has begun
             replicas.meet()

@@ -47,18 +47,25 @@ class Observation:
         self._is_live = is_live and launch.rank == 0
         self._view: Live | None = None
         self._undo: list[Callable[[], None]] = []
+        self._has_columns = False
+        self._add_columns()
         self._started_ns = time.monotonic_ns()
         self._said_s = time.monotonic()
         self._next_save_s = 0.0
 
     def begin(self, session: Session) -> None:
         """A model was patched."""
-        if not self._undo and "transformers.trainer" in sys.modules:
-            self._undo.append(_log_minibatches(sys.modules["transformers.trainer"].Trainer))
+        self._add_columns()
         if self._timeline is not None:
             session.start_timeline(self._timeline)
         if self._timeline is not None or self._is_live:
             self._undo.append(session.on_minibatch(self._on_minibatch))
+
+    def _add_columns(self) -> None:
+        """To the logs of Trainers; at once where balancing has imported them, which holds on to their methods."""
+        if not self._has_columns and "transformers.trainer" in sys.modules:
+            self._undo.append(_log_minibatches(sys.modules["transformers.trainer"].Trainer))
+            self._has_columns = True
 
     def _on_minibatch(self, last: MinibatchStats) -> None:
         now_s = time.monotonic()

@@ -92,7 +92,7 @@ class RankRun:
                 for microbatch in range(counts[self.rank]):
                     self.microbatch(minibatch, microbatch)
                 self.pause("finish")
-                self.runtime.finish(End(notes=(minibatch, self.rank, -1, 2**40)))
+                self.runtime.finish(End(notes=(minibatch, self.rank, -1, 2**40, 3)))
                 self.check_ends(minibatch, counts)
                 for unit in self.order():
                     self.check_gradient(minibatch, unit)
@@ -144,7 +144,8 @@ class RankRun:
 
     def check_ends(self, minibatch: int, counts: tuple[int, ...]) -> None:
         expected = [
-            End(notes=(minibatch, rank, -1, 2**40), has_pushed=counts[rank] > 0) for rank in range(self.case.world_size)
+            End(notes=(minibatch, rank, -1, 2**40, 3), has_pushed=counts[rank] > 0)
+            for rank in range(self.case.world_size)
         ]
         if self.runtime.ends != expected:
             raise Violation(f"rank {self.rank} minibatch {minibatch}: ends {self.runtime.ends}, expected {expected}")
@@ -308,7 +309,7 @@ def test_what_a_rank_says_of_its_end_stays_until_all_have_looked() -> None:
             for minibatch in (1, 2):
                 runtime.publish(0, lambda out: out.zero_())
                 runtime.begin()
-                runtime.finish(End(notes=(minibatch, 0, 0, 0)))
+                runtime.finish(End(notes=(minibatch, 0, 0, 0, 0)))
                 assert [end.notes[0] for end in runtime.ends] == [minibatch] * 2
 
     values(run_threads(2, body))
