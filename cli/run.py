@@ -65,27 +65,37 @@ def drawn_timeline(folder: str | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    for path in Path(folder).glob("timeline-rank*.json"):
+    places = (Path(folder, socket.gethostname()), Path(folder))
+    for path in (path for place in places for path in place.glob("timeline-rank*.json")):
         path.unlink()
     try:
         yield
     finally:
-        from odc.bench.training.bubble import Recording
-        from odc.bench.training.trace import write_trace
+        found = [place for place in places if any(place.glob("timeline-rank*.json"))]
+        try:
+            _draw_timeline(found[0] if found else places[1])
+        except OSError as error:  # the run has ended as it has
+            typer.echo(f"odc: --timeline: {error}", err=True)
 
-        recording = Recording.read(Path(folder))
-        if numbers := recording.minibatches:
-            write_trace(Path(folder, "trace.json"), {"odc run": recording})
-            made = "trace.json (open it at ui.perfetto.dev)"
-            if importlib.util.find_spec("matplotlib") is not None:
-                from odc.bench.training.plots import plot_timelines
 
-                shown_ones = {f"minibatch {number}": recording.segments([number]) for number in numbers[-_DRAWN:]}
-                plot_timelines(Path(folder, "timeline.png"), shown_ones, "The last minibatches")
-                made = f"timeline.png and {made}"
-            typer.echo(f"odc: {folder}: {made}, of the last {len(numbers)} minibatches", err=True)
-        else:
-            typer.echo(f"odc: --timeline {folder}: no rank of this host has ended a minibatch", err=True)
+def _draw_timeline(folder: Path) -> None:
+    from odc.bench.training.bubble import Recording
+    from odc.bench.training.trace import write_trace
+
+    recording = Recording.read(folder)
+    numbers = recording.minibatches
+    if not numbers:
+        typer.echo(f"odc: --timeline {folder}: no rank of this host has ended a minibatch", err=True)
+        return
+    write_trace(folder / "trace.json", {"odc run": recording})
+    made = "trace.json (open it at ui.perfetto.dev)"
+    if importlib.util.find_spec("matplotlib") is not None:
+        from odc.bench.training.plots import plot_timelines
+
+        shown_ones = {f"minibatch {number}": recording.segments([number]) for number in numbers[-_DRAWN:]}
+        plot_timelines(folder / "timeline.png", shown_ones, "The last minibatches")
+        made = f"timeline.png and {made}"
+    typer.echo(f"odc: {folder}: {made}, of the last {len(numbers)} minibatches", err=True)
 
 
 def _end(text: str, code: int) -> NoReturn:

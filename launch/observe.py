@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -36,14 +37,16 @@ class Observation:
     """Of all models that this rank has patched, until :meth:`close`.
 
     Args:
-        folder: where the rank saves its timeline; None: it records none.
+        folder: where the rank saves its timeline; None: it records none. Of several hosts, which may share the folder,
+            each has one of its own in it: their clocks differ.
         is_live: rank 0 shows each minibatch: on a terminal as a block that is drawn anew, else as a line a minute.
     """
 
     def __init__(self, launch: LaunchEnvironment, folder: str | None, is_live: bool, say: Say) -> None:
         self._say = say
         self._timeline = None if folder is None else Timeline(launch.rank)
-        self._path = Path(folder or "") / f"timeline-rank{launch.rank}.json"
+        host = socket.gethostname() if launch.world_size > launch.local_world_size else ""
+        self._path = Path(folder or "", host, f"timeline-rank{launch.rank}.json")
         self._is_live = is_live and launch.rank == 0
         self._view: Live | None = None
         self._undo: list[Callable[[], None]] = []

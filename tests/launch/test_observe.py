@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ def events(folder: Path, kind: str) -> list[tuple[int, int]]:
 
 
 def test_a_timeline_is_drawn_behind_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "timeline-rank7.json").write_text("of an earlier run")
+    for folder in (tmp_path, tmp_path / socket.gethostname()):
+        folder.mkdir(exist_ok=True)
+        (folder / "timeline-rank7.json").write_text("of an earlier run")
     with drawn_timeline(str(tmp_path)):
         (ended,) = launch((True, ["--timeline", str(tmp_path), TRAIN, "2", "clip"]))
     assert [rank.code for rank in ended] == [None, None]
@@ -87,7 +90,7 @@ def test_rank_0_shows_each_minibatch(rank: int, stream: io.StringIO, monkeypatch
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(observe, "_SAY_EVERY_S", 0.0)
     session: Any = FakeSession()
-    observation = Observation(LaunchEnvironment(rank=rank, world_size=2), None, True, said.append)
+    observation = Observation(LaunchEnvironment(rank=rank, world_size=2, local_world_size=2), None, True, said.append)
     observation.begin(session)
     if rank == 0:
         session.end(minibatch({0: 1.0, 1: 4.0}))
@@ -98,13 +101,21 @@ def test_rank_0_shows_each_minibatch(rank: int, stream: io.StringIO, monkeypatch
     stream.truncate(0)
 
 
-def test_a_timeline_keeps_the_last_minibatches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("local_world_size", [4, 2])
+def test_a_timeline_keeps_the_last_minibatches(
+    local_world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of several hosts each has a folder of its own: clocks differ, and the folder may be one for all."""
     session: Any = FakeSession()
-    observation = Observation(LaunchEnvironment(rank=3, world_size=4), str(tmp_path), False, print)
+    launched = LaunchEnvironment(rank=3, world_size=4, local_world_size=local_world_size)
+    own = tmp_path / socket.gethostname() if local_world_size == 2 else tmp_path
+    observation = Observation(launched, str(tmp_path), False, print)
     observation.begin(session)
     for _ in range(20):
         session.timeline.record("gather", "layer", 0, 1)
         session.end(minibatch({3: 1.0}))
-    observation.close(has_failed=False)
-    saved = json.loads((tmp_path / "timeline-rank3.json").read_text())
+    with drawn_timeline(str(tmp_path)):
+        observation.close(has_failed=False)
+    saved = json.loads((own / "timeline-rank3.json").read_text())
     assert {span[4] for span in saved["spans"]} == set(range(20 - KEPT, 20))
+    assert f"odc: {own}: timeline.png and trace.json" in capsys.readouterr().err

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 8  # no sample of the last two has an image
 
 
-@pytest.mark.parametrize("options", [[], ["--freeze-encoder"]], ids=["trained", "frozen"])
+@pytest.mark.parametrize("options", [[], pytest.param(["--freeze-encoder"], marks=pytest.mark.extended)])
 def test_ranks_without_an_image_skip_the_encoder(tmp_path: Path, warm: Callable[..., str], options: list[str]) -> None:
     words = [str(ROOT / "examples/vlm_sft.py"), "--tiny", "--steps", str(STEPS), "--out", str(tmp_path / "data")]
     losses = []

@@ -110,7 +110,10 @@ def count_received(rank: int, world_size: int, system: str, sharding: str, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("system", "sharding", "num_ranks"), CROSSES)
+@pytest.mark.parametrize(
+    ("system", "sharding", "num_ranks"),
+    [pytest.param(*way, marks=[pytest.mark.extended] * (way[0] == "FSDP2")) for way in CROSSES],
+)
 def test_what_crosses_hosts(
     system: str, sharding: str, num_ranks: int, dtype: torch.dtype, hosts: network.TwoHosts
 ) -> None:
