@@ -167,6 +167,7 @@ class RuntimeConfig:
         }
 
 
+# As in launch/entering.py, which runs before anything of odc can be imported.
 _OF_LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),

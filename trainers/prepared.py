@@ -115,23 +115,24 @@ def check_loader(loader: Any, world_size: int) -> None:
     """
     from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 
-    if DealtOut.is_of(loader):
-        return
-    is_iterable = isinstance(loader.dataset, IterableDataset)
-    known = isinstance(loader, DataLoaderShard) or (is_iterable and isinstance(loader, DataLoaderDispatcher))
+    is_iterable, knows_rank = isinstance(loader.dataset, IterableDataset), DealtOut.is_of(loader)
+    known = (
+        knows_rank or isinstance(loader, DataLoaderShard) or (is_iterable and isinstance(loader, DataLoaderDispatcher))
+    )
     if not known or getattr(loader, "use_stateful_dataloader", False):
         raise UnsupportedError(
             f"the training loader is a {type(loader).__name__}"
             f"{' with use_stateful_dataloader' if known else ''}: expected what Accelerator.prepare makes of a torch "
             "DataLoader" + ("" if is_iterable else ", with dispatch_batches=False")
         )
-    shares = getattr(loader.dataset if is_iterable else loader.batch_sampler, "num_processes", world_size)
+    dealer = loader.dataset if is_iterable else loader.batch_sampler
+    shares = getattr(dealer, "world_size" if knows_rank else "num_processes", world_size)
     if shares != world_size:
         raise UnsupportedError(
             f"the loader deals out batches to {shares} ranks, and {world_size} have samples of their own: prepare it "
             "with the Accelerator that it is trained with"
         )
-    if world_size > 1 and not is_iterable and not isinstance(loader.batch_sampler, BatchSamplerShard):
+    if world_size > 1 and not (is_iterable or knows_rank or isinstance(loader.batch_sampler, BatchSamplerShard)):
         raise UnsupportedError(
             f"the batch sampler ({type(loader.batch_sampler).__name__}) is not dealt out to ranks by accelerate: give "
             "the trainer a dataset and a sampler of the whole dataset"

@@ -31,6 +31,8 @@ from odc.trainers.overrides import Overrides
 from odc.trainers.prepared import DataRanks
 
 _NUM_ITEMS = 8.0
+_OF_OTHER_THINGS = (OdcError, dist.DistError, torch.OutOfMemoryError)
+"""Errors that say nothing about packing."""
 INSTEAD = "Train it without balancing, on padded batches: `odc run` alone does not change its loss"
 
 
@@ -57,7 +59,7 @@ def aside(trainer: Any, model: nn.Module) -> Iterator[None]:
 def check_packing(
     trainer: Any, model: nn.Module, identity: Identity, example: Mapping[str, torch.Tensor], *, equal_counts: bool
 ) -> None:
-    """Refuse a model whose loss would change with packing. Nine tiny forwards; every rank must come here.
+    """Refuse a model whose loss would change with packing. About ten tiny forwards; every rank must come here.
 
     Args:
         trainer: that trains.
@@ -82,8 +84,8 @@ def refuse_packing(trainer: Any, identity: Identity, problem_of: Callable[[], st
     """
     try:
         problem = problem_of()
-    except (OdcError, dist.DistError, torch.OutOfMemoryError):
-        raise  # says nothing about packing
+    except _OF_OTHER_THINGS:
+        raise
     except Exception as error:
         raise refusal(
             trainer,
@@ -127,6 +129,8 @@ def _problem(trainer: Any, model: nn.Module, identity: Identity, further: Sample
     row = concatenate(both)
     try:
         problem = _loss_problem(identity.name, loss, row, apart, found.tolerance)
+    except _OF_OTHER_THINGS:
+        raise
     except (ValueError, RuntimeError):  # ms-swift's raises where a sample's first token has a label, so it has none
         for batch in apart:
             batch["labels"][:, 0] = IGNORED

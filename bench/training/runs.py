@@ -93,8 +93,8 @@ class Run:
     def phases(self, minibatch: int) -> list[list[Segment]]:
         """Each rank's time in one minibatch: its "phase" spans by label, "" in none; "wait" is drawn over them where
         it waits for another rank."""
-        found = []
-        for timeline, cut in zip(self.recording.timelines, self.segments([minibatch]), strict=True):
+        found, recording = [], self.recording
+        for timeline, cut in zip(recording.timelines, recording.segments([minibatch]), strict=True):
             spans = [s for s in timeline.spans if s.minibatch == minibatch and s.kind in ("minibatch", "phase")]
             # What encloses is drawn first.
             spans.sort(key=lambda span: (span.kind != "minibatch", span.start_ns - span.end_ns))

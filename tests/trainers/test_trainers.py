@@ -335,6 +335,8 @@ def test_batches_of_a_sampler_that_knows_its_rank_are_those_of_all_ranks() -> No
         assert len(steps) == len(ranks[0]) == 5
         assert all(mine == theirs for mine, theirs in steps)
         assert [sorted(steps[part][0]) for part in (0, 2, 4)] == [sorted(drawn[a : a + 8]) for a in (0, 8, 16)]
+    with pytest.raises(UnsupportedError, match="deals out batches to 2 ranks, and 4 have samples of their own"):
+        balanced_loader(loader, BalanceOptions(), rank=0, world_size=4, accumulation_steps=2)
 
 
 def test_loaders_that_cannot_be_balanced_are_refused_by_name() -> None:

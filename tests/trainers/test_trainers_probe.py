@@ -229,6 +229,19 @@ def test_an_overridden_loss_is_asked_how_it_adds_up(tmp_path: Path, cls: type[Tr
     assert runs[1] == pytest.approx(runs[0], rel=1e-4)
 
 
+class OfLabelledTokens(Trainer):
+    """Takes no sample whose first token has a label, as ms-swift's, which keeps the logits before labels only."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if (inputs["labels"][:, 0] != -100).any():
+            raise ValueError("Expected input batch_size (4) to match target batch_size (5).")
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_a_loss_that_takes_no_label_on_a_first_token_is_asked_without(tmp_path: Path) -> None:
+    probe(hf_trainer(tmp_path, cls=OfLabelledTokens))
+
+
 def gather_losses(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(UnsupportedError, match="the loss of one microbatch takes 1 collectives of a process group"):
         probe(hf_trainer(Path(folder, str(rank)), cls=Gathering))
