@@ -7,14 +7,13 @@
 With GPUs the baseline is NCCL, where each rank has one of its own (NCCL refuses to share one); on CPUs it is gloo. All
 ranks launch each operation together, after a barrier, as in the paper (section 5.4), so that the one-sided ones do not
 profit from their freedom. Operations take turns, so that a drift of the machine's speed meets all of them. A sample is
-the slowest rank's time; shown are medians over repetitions with the 20th and 80th percentile.
+the slowest rank's time; shown are medians over repetitions, and ``--json`` has the 20th and 80th percentile, too.
 
-    size     of the whole gathered output of a rank, or of its whole gradient, in bytes
-    algbw    size over time, GB/s
-    busbw    of gathers, pushes and collectives: algbw * (ranks - 1) / ranks, the bytes that cross between ranks; of
-             "copy" and "add": algbw. "copy" is ``out.copy_(x)``, "add" ``sum.add_(x)`` in private memory, by all
-             ranks at the same time: what the memory allows (dashed in the picture)
-    #wrong   elements of all ranks that differ from what they must be, in one more minibatch; of ranks' sums, too
+    size     of the whole gathered output of a rank, or of its whole gradient
+    busbw    of gathers, pushes and collectives: size / time * (ranks - 1) / ranks, the bytes that cross between ranks;
+             of "copy" and "add": size / time. "copy" is ``out.copy_(x)``, "add" ``sum.add_(x)`` in private memory, by
+             all ranks at the same time: what the memory allows (dashed in the picture)
+    wrong    elements of all ranks that differ from what they must be, in one more minibatch; of ranks' sums, too
 
 Both all-gather forms are called as FSDP2 calls them: a rank's own shard lies in its place of the output already. On a
 CPU each call is timed by itself, and the pushes of one repetition include the first one of a minibatch, which copies,
@@ -30,9 +29,12 @@ Not covered: compute beside the communication, several units of one size.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import mean
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -216,14 +218,16 @@ def timed(me: Rank, call: Callable[[], object], end: Callable[[], object] = _not
 
 def measure_rank(
     me: Rank, sizes: Sequence[int], dtypes: Sequence[str], repetitions: int, late: int, options: dict[str, Any]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of all sizes, and those under load."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """The rows of all sizes, those under load, and who this rank is."""
     rows = []
     for dtype in dtypes:
         for size in sizes:
             rows += measure_size(me, size, repetitions, dtype=DTYPES[dtype], **options)
             me.report(1.0 if me.rank == 0 else 0.0)
-    return rows, measure_late(me, late, options["hosts"]) if late else []
+    device = f"{me.device} {torch.cuda.get_device_name(me.device)}" if me.device.type == "cuda" else str(me.device)
+    who = {"rank": me.rank, "pid": os.getpid(), "host": socket.gethostname(), "device": device}
+    return rows, measure_late(me, late, options["hosts"]) if late else [], who
 
 
 def num_bytes(text: str | int) -> int:
@@ -294,13 +298,15 @@ def measure(
     ):
         run.note("ranks share a GPU, which NCCL refuses: there is no baseline")
     options = {"pushes": pushes, "hosts": hosts, "accumulate": accumulate}
-    rows, under_load = run.ranks(world_size, measure_rank, sizes, dtypes, repetitions, late, options, place=place)[0]
+    found = run.ranks(world_size, measure_rank, sizes, dtypes, repetitions, late, options, place=place)
+    rows, under_load, _ = found[0]
     for row in rows:
         if row.get("wrong"):
             run.missed.append(
                 f"{row['operation']} ({row['by']}), {row['num_bytes']} bytes: {row['wrong']} wrong elements"
             )
-    return {"ranks": world_size, "device": place.device_type, "rows": with_ratios(rows), "under_load": under_load}
+    of_all = {"ranks": world_size, "device": place.device_type, "processes": [who for *_, who in found]}
+    return {**of_all, "rows": with_ratios(rows), "under_load": under_load}
 
 
 def with_ratios(
@@ -319,6 +325,41 @@ def with_ratios(
                 kind = "busbw" if row["operation"] == "gather" else "algbw"
                 row[name] = row[kind] / other[kind]
     return sorted(rows, key=lambda row: (row["operation"] not in rivals, row["operation"], row["dtype"]))
+
+
+def as_nccl_tests(result: Entries) -> str:
+    """As nccl-tests prints: the ranks, a line for each size with all operations side by side, sums. 100 columns."""
+    rows = result["rows"]
+    by = {row["operation"]: row["by"] for row in rows}
+    own, others = [*RIVALS], sorted(by.keys() - RIVALS.keys(), key=lambda name: (by[name] == "torch", name))
+    lines = [f"# one-sided primitives on {result['ranks']} ranks ({result['device']}), by {by['gather']}"]
+    lines += [
+        f"#  Rank {who['rank']:>3} Pid {who['pid']:>7} on {who['host']} {who['device']}" for who in result["processes"]
+    ]
+    heads = (
+        ("", "", "", *own, *(name.partition("_")[0] for name in others)),
+        ("size", "count", "type", *["time  busbw wrong"] * 2, *(name.partition("_")[2] for name in others)),
+        ("(B)", "(elements)", "", *["(us) (GB/s)      "] * 2, *(by[name] for name in others)),
+    )
+    widths = (10, 10, 5, 20, 20, *(7 if "_" in name else 6 for name in others))
+    lines += [
+        "#" + " ".join(f"{word:>{width}}" for word, width in zip(head, widths, strict=True))[1:] for head in heads
+    ]
+    for size, dtype in dict.fromkeys((row["num_bytes"], row["dtype"]) for row in rows):
+        of_size = {row["operation"]: row for row in rows if (row["num_bytes"], row["dtype"]) == (size, dtype)}
+        short = next(name for name, known in DTYPES.items() if str(known) == f"torch.{dtype}")
+        cells = [f"{size:>10}", f"{size // DTYPES[short].itemsize:>10}", f"{short:>5}"]
+        for name in own:
+            row, us = of_size[name], 1e6 * of_size[name]["time_s"]["median"]
+            cells += [f"{us:>7.{int(us < 9999)}f} {row['busbw']:>6.2f} {row['wrong']:>5}"]
+        cells += [f"{of_size[name]['busbw']:>{width}.2f}" for name, width in zip(others, widths[5:], strict=True)]
+        lines.append(" ".join(cells))
+    means = {name: mean(row["busbw"] for row in rows if row["operation"] == name) for name in (*own, *others)}
+    lines.append(
+        "# Avg bus bandwidth    : " + ", ".join(f"{means[name]:.2f} {name}" for name in by if by[name] != "torch")
+    )
+    wrong = sum(row.get("wrong", 0) for row in rows)
+    return "\n".join([*lines, f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"])
 
 
 def _milliseconds(row: dict[str, Any]) -> str:
@@ -379,6 +420,7 @@ BENCHMARK = Benchmark(
                 Column("x collective", "x_collective", ".2f"),
                 Column("x memory", "x_memory", ".2f"),
             ),
+            text=as_nccl_tests,
         ),
         Table(
             "under_load",

@@ -150,6 +150,8 @@ class Table:
     keys: Sequence[Column]
     columns: Sequence[Column]
     caption: str = ""
+    text: Callable[[Entries], str] | None = None
+    """Of the whole result, in place of the table, where readers know another form."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from rich import box
 from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from odc.bench.harness import catalogue
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Row, Table, parts
@@ -30,12 +31,12 @@ def read(path: Path) -> Entries:
     return document
 
 
-def tables_of(benchmark: Benchmark, document: Entries) -> Iterator[RichTable]:
+def tables_of(benchmark: Benchmark, document: Entries) -> Iterator[RichTable | Text]:
     """Those of its tables for which there are rows."""
     for table in benchmark.tables:
         rows = document.get(table.rows)
         if rows:
-            yield shown(table, rows, document)
+            yield shown(table, rows, document) if table.text is None else Text(table.text(document), no_wrap=True)
 
 
 def shown(table: Table, rows: Sequence[Row], document: Entries) -> RichTable:

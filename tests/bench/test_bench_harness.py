@@ -149,7 +149,7 @@ def test_a_machine_that_says_it_has_gpus_is_measured_on_them(
 
     def ranks_of(run: Run, world_size: int, body: Any, *arguments: Any, place: Place) -> list[Any]:
         asked.append((world_size, place, place.backend(world_size), arguments[0]))
-        return [([], [])] * world_size
+        return [([], [], {})] * world_size
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -196,6 +196,9 @@ def test_a_wrong_element_is_counted(transport: str) -> None:
         assert {rows[name]["by"] for name in ("gather", "scatter_accumulate")} == {transport}
         assert [rows[name]["wrong"] for name in ("gather", "all_gather")] == [0, 0]
         assert [rows[name]["wrong"] for name in ("scatter_accumulate", "reduce_scatter")] == [wrong, wrong]
+        entries = {"ranks": 2, "device": "cpu", "processes": [], "rows": [*rows.values()]}
+        end = f"# Out of bounds values : {2 * wrong} {'FAILED' if wrong else 'OK'}"
+        assert primitives.as_nccl_tests(entries).splitlines()[-1] == end
 
 
 def lose_time(me: Rank) -> list[dict[str, Any]]:

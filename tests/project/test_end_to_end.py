@@ -39,7 +39,9 @@ PRIMITIVES = ["bench", "primitives", "--json", "out.json", "-b", "64K", "-e", "1
 def test_the_primitive_benchmark_on_ranks_of_torchrun(hosts: str, transport: str, tmp_path: Path) -> None:
     options = [*PRIMITIVES, "--hosts", hosts, "--late", "0", "--plot", "out.png"]
     text = run([*TORCHRUN, *RENDEZVOUS, "-m", "odc", *options], tmp_path)
-    assert text.count("one-sided primitives on 2 ranks (cpu)") == 1
+    assert text.count(f"# one-sided primitives on 2 ranks (cpu), by {transport}\n#  Rank   0 Pid") == 1
+    assert "# Out of bounds values : 0 OK" in text
+    assert max(map(len, text.splitlines())) <= 100
     document = json.loads((tmp_path / "out.json").read_text())
     primitives = {"gather", "scatter_accumulate", "all_gather", "reduce_scatter", "copy", "add"}
     assert {(r["operation"], r["num_bytes"]) for r in document["rows"]} == {
