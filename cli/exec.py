@@ -22,9 +22,8 @@ from odc.launch import entering
 _PR_SET_PDEATHSIG = 1
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _NOBODY = (
-    "odc exec: the command ran without ODC: it started no rank that could be entered, a Python process with a "
-    "rank's variables (of torchrun, Slurm or MPI) in its environment and a script of its own. Functions that mp.spawn "
-    "or notebook_launcher start as ranks have none: call odc.patch_fsdp(model) in them"
+    "odc exec: the command ran without ODC: no Python process that it started has called "
+    "torch.distributed.init_process_group"
 )
 
 
@@ -37,7 +36,7 @@ def exec_(context: typer.Context) -> None:
       odc exec -- llamafactory-cli train config.yaml
       odc exec --dry-run -- accelerate launch --config_file fsdp.yaml train.py
     """
-    from odc.launch.main import Parser, check_options, odc_options, option_arguments
+    from odc.launch.options import Parser, check_options, odc_options, option_arguments
 
     parser = Parser(
         prog="odc exec",

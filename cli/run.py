@@ -107,7 +107,7 @@ def rank_options(arguments: Sequence[str]) -> argparse.Namespace:
     """torchrun's options for ranks that patch FSDP and then run the script; exits where one cannot be used."""
     from torch.distributed.run import get_args_parser
 
-    from odc.launch.main import Parser, check_options, odc_options, option_arguments
+    from odc.launch.options import Parser, check_options, odc_options, option_arguments
 
     of_torchrun = get_args_parser()
     of_torchrun._optionals.title = "torchrun"  # else argparse lists them before ODC's

@@ -17,7 +17,7 @@ import typer
 from odc import config
 from odc.cli.app import app
 from odc.cli.bench import command_of
-from odc.launch.main import odc_options
+from odc.launch.options import odc_options
 
 PAGE = Path(__file__).with_name("options.md")
 

@@ -3,161 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
-import difflib
 import functools
+import multiprocessing.util
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import nn
 
-from odc.config import LaunchEnvironment, RuntimeConfig
-from odc.errors import ConfigError, OdcError, UnsupportedError, shorten
+from odc.config import LaunchEnvironment
+from odc.errors import OdcError, UnsupportedError, shorten
 from odc.fsdp_patch import Session
-from odc.fsdp_patch.automatic import AutomaticPatching, Say
+from odc.fsdp_patch.automatic import AutomaticPatching, Say, is_patching
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.launch import report
 from odc.launch.dry_run import DryRun
-from odc.launch.entering import starts_ranks
 from odc.launch.observe import Observation
+from odc.launch.options import Parser, check_options, odc_options
 from odc.launch.script import last_line, leave_last_words, run_module, run_script, without_launcher
-from odc.liveness.faults import FaultInjector
-from odc.transports import registry
 
-_REPORT_S = 10.0  # for torchrun's store to answer
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors in one line, without a usage that is longer than a terminal, and with the option that was meant."""
-
-    def error(self, message: str) -> NoReturn:
-        kind, _, unknown = message.partition("unrecognized arguments: ")
-        if unknown and not kind:
-            given = unknown.split()[0].partition("=")[0]
-            near = difflib.get_close_matches(given.replace("_", "-"), self._option_string_actions, 1)
-            message = f"{message}; did you mean {near[0]}?" if near else message
-        self.exit(2, f"{self.prog}: error: {shorten(message, 600)} (odc run -h lists the options)\n")
-
-
-def odc_options() -> argparse.ArgumentParser:
-    """The options of ODC itself, without help and without the script."""
-    parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("on-demand communication")
-    group.add_argument(
-        "--dry-run", action="store_true", help="say what would be patched, and stop after the first optimizer step"
-    )
-    group.add_argument(
-        "--transport",
-        default="auto",
-        help="name of a transport, or package.module:Class (default: the first that works)",
-    )
-    group.add_argument("--accumulate", default="auto", choices=["auto", "direct", "daemon"], help="who adds gradients")
-    group.add_argument(
-        "--share-in-host",
-        default="auto",
-        metavar="{auto,on,off,BYTES}",
-        help="on several hosts: ranks of a host share parameters and gradients, which then cross once a step; as many "
-        "units as take so many bytes of a rank (default: a half of its free memory)",
-    )
-    group.add_argument(
-        "--deterministic", action="store_true", help="bit-equal gradients whatever the timing, for more memory"
-    )
-    group.add_argument(
-        "--balance",
-        metavar="POLICY",
-        help="share out the samples of each optimizer step of a transformers Trainer or TRL SFTTrainer by this policy "
-        "of odc.balance (lb-mini, lb-micro, ...)",
-    )
-    group.add_argument(
-        "--online",
-        action="store_true",
-        help="the same without a policy, for samples whose lengths are known only once they are read, iterable "
-        "datasets too: ranks fill equal quotas of cost from pools of samples (needs --max-tokens)",
-    )
-    group.add_argument(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="with --balance or --online: tokens of a microbatch (--balance: by default the longest sample)",
-    )
-    group.add_argument(
-        "--pool-size", type=int, metavar="N", help="with --online: samples of a rank to choose from (default: 256)"
-    )
-    group.add_argument(
-        "--late-binding",
-        action="store_true",
-        help="with --balance lb-mini: ranks that are through before others take samples from these",
-    )
-    group.add_argument(
-        "--timeline",
-        type=os.path.abspath,
-        metavar="FOLDER",
-        help="save there what each rank did in the last minibatches: a picture, and a trace for ui.perfetto.dev",
-    )
-    group.add_argument(
-        "--live", action="store_true", help="show each minibatch on the terminal: which ranks compute, which ones wait"
-    )
-    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds of silence that are an error")
-    group.add_argument(
-        "--traceback", action="store_true", help="where an error of ODC ends the script, say it with its traceback, too"
-    )
-    group.add_argument("--launcher-tells", action="store_true", help=argparse.SUPPRESS)  # `odc run` says errors last
-    return parser
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Refuse what no rank could use, the ``ODC_*`` variables included; before any rank is started, and on each.
-
-    Raises:
-        ConfigError, ValueError: an option or a variable has a value that cannot be used.
-    """
-    config = RuntimeConfig.from_environment(
-        transport=options.transport,
-        accumulate=options.accumulate,
-        share_in_host=options.share_in_host,
-        timeout_s=options.timeout,
-    )
-    registry.check_name(config.transport)
-    if options.timeline is not None and Path(options.timeline).is_file():
-        raise ConfigError(f"--timeline {options.timeline}: this is a file; expected a folder")
-    FaultInjector(config.fault, rank=0)
-    if options.balance is None and not options.online:
-        needs = {"max_tokens": "--balance and --online", "pool_size": "--online", "late_binding": "--balance lb-mini"}
-        for name, needed in needs.items():
-            value = getattr(options, name)
-            if value is not None and value is not False:
-                raise ConfigError(f"--{name.replace('_', '-')} is of {needed}: give that, too")
-        return
-    if options.balance is not None and options.online:
-        raise ConfigError(f"--online with --balance {options.balance}: give one of them")
-    if options.online and options.max_tokens is None:
-        raise ConfigError("--online needs --max-tokens, as lengths are not known before samples are read")
-    from odc.trainers import BalanceOptions  # the only use of that room here and below, and it is heavy
-
-    try:
-        BalanceOptions.choose(
-            options.balance,
-            online=options.online,
-            max_tokens=options.max_tokens,
-            pool_size=options.pool_size,
-            late_binding=options.late_binding,
-        )
-    except ValueError as error:
-        raise ConfigError(f"--{'online' if options.online else 'balance'}: {error}") from None
-
-
-def option_arguments(options: argparse.Namespace) -> list[str]:
-    """``options`` as arguments again, for the ranks."""
-    arguments = list[str]()
-    for action in odc_options()._actions:
-        value = getattr(options, action.dest)
-        if value is not None and value is not False:
-            arguments += action.option_strings if value is True else [*action.option_strings, str(value)]
-    return arguments
+_REPORT_S = 10.0  # for the store to answer
+_LAUNCHERS = {
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed"),
+    *("accelerate launch", "accelerate.commands.launch", "odc.run"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -179,89 +55,179 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"odc run: {error}") from None
     if not options.module and not Path(options.script).exists():
         raise SystemExit(f"odc run: no such script: {options.script}")
-    say = _on_rank_0(launch)
-    if options.dry_run:
-        _dry_run(options, launch, say)
-    else:
-        _run(options, launch, say)
-
-
-def _run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> None:
-    patch = functools.partial(
-        patch_fsdp,
-        transport=options.transport,
-        accumulate=options.accumulate,
-        deterministic=options.deterministic,
-        share_in_host=options.share_in_host,
-        timeout_s=options.timeout,
-    )
-    undo = _balance(options, say)
-    measurements = report.Measurements()
-    observation = Observation(launch, options.timeline, options.live, say)
-
-    def on_patched(module: nn.Module, session: Session, computes: bool) -> None:
-        observation.begin(session)
-        measurements.begin(module, session, computes)
-
-    patching = AutomaticPatching(patch, say, on_patched=on_patched)
-    process = os.getpid()
+    patched = _begin(options, launch, None)
     ending: BaseException | None = None
     try:
         _run_script(options)
     except BaseException as error:
         ending = error
-    failed = ending is not None and not (isinstance(ending, SystemExit) and ending.code in (None, 0))
-    if os.getpid() != process:  # a child that the script forked: sessions and report are its parent's
-        if ending is not None:
-            raise ending
+    ending = patched.end(ending)
+    if ending is None:
         return
-    for bar in _open_bars():  # as at Python's end: lines of other ranks may follow
-        bar.close()
-    observation.close(has_failed=failed)
-    is_left = False
-    if failed:
-        assert ending is not None
-        is_left = leave_last_words(launch, ending)  # first: ranks that are told end, and torchrun then ends this one
-        patching.abort(ending)
-    accounts = measurements.accounts()
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.callback(undo)
-            stack.callback(patching.close)
-            stack.callback(measurements.close)
-    except Exception as error:
-        if not failed:
-            _end_with(error, options, leave_last_words(launch, error))
-        _print(f"odc: closing: {type(error).__name__}: {error}")  # what the script died of matters more
-    if failed:
-        assert ending is not None
-        _end_with(ending, options, is_left)
-    if not accounts:
-        say("odc: nothing was patched: no FSDP model computed anything in this script")
-        return
-    _report(launch, accounts, patching.learned)
-
-
-def _end_with(error: BaseException, options: argparse.Namespace, is_left: bool) -> NoReturn:
-    """As Python would end, but for errors of ODC: one line, said by the launcher if it is ``odc run`` and finds it."""
-    if not isinstance(error, OdcError):
+    if not isinstance(ending, SystemExit):
         shows = sys.excepthook
         sys.excepthook = lambda kind, raised, trace: shows(
             kind, raised.with_traceback(without_launcher(trace)), raised.__traceback__
         )
-        raise error
+    raise ending
+
+
+def begin(arguments: Sequence[str]) -> Callable[[], object]:
+    """In a process that has just made its process group, below ``odc exec``: what :func:`main` does around a script.
+
+    Returns what ends this, to be called where the group is destroyed. The end of the process calls it as well, of one
+    that ``multiprocessing`` has started for a function, too.
+    """
+    options = Parser(parents=[odc_options()]).parse_args(arguments)
+    if is_patching():
+        return lambda: None
+    numbers = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    store = dist.distributed_c10d._get_default_store()
+    launch = LaunchEnvironment.from_environment({**os.environ, **numbers})
+    patched: Patched | None = _begin(options, launch, store)
+    shows = sys.excepthook
+
+    def end(error: BaseException | None = None) -> BaseException | None:
+        nonlocal patched
+        ended, patched = patched, None
+        error = error or sys.exc_info()[1]
+        if isinstance(error, SystemExit) and error.code:  # by which torch ends a process whose function has raised
+            error = error.__context__ or error
+        return error if ended is None else ended.end(error)
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ending = end(error)
+        if isinstance(ending, SystemExit):
+            _print(str(ending.code))
+        else:
+            shows(kind, error, trace)
+
+    sys.excepthook = show
+    atexit.register(end)
+    multiprocessing.util.Finalize(None, end, exitpriority=0)
+    return end
+
+
+class Patched(Protocol):
+    """What was begun before the code of a script."""
+
+    def end(self, ending: BaseException | None) -> BaseException | None:
+        """Behind it, where it has ended with ``ending``. Returns with what the process is to end."""
+
+
+def _begin(options: argparse.Namespace, launch: LaunchEnvironment, store: report.Store | None) -> Patched:
+    say = _on_rank_0(launch)
+    return _DryRun(options, launch, say) if options.dry_run else _Run(options, launch, store, say)
+
+
+class _Run:
+    """FSDP patched, trainers balanced where that is asked for, and the run observed.
+
+    Args:
+        store: of the process group, for a report where there is none of torchrun's.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, launch: LaunchEnvironment, store: report.Store | None, say: Say
+    ) -> None:
+        self._options, self._launch, self._store, self._say = options, launch, store, say
+        patch = functools.partial(
+            patch_fsdp,
+            transport=options.transport,
+            accumulate=options.accumulate,
+            deterministic=options.deterministic,
+            share_in_host=options.share_in_host,
+            timeout_s=options.timeout,
+        )
+        self._undo = _balance(options, say)
+        self._measurements = report.Measurements()
+        self._observation = Observation(launch, options.timeline, options.live, say)
+        self._patching = AutomaticPatching(patch, say, on_patched=self._on_patched)
+        self._process = os.getpid()
+
+    def _on_patched(self, module: nn.Module, session: Session, computes: bool) -> None:
+        self._observation.begin(session)
+        self._measurements.begin(module, session, computes)
+
+    def end(self, ending: BaseException | None) -> BaseException | None:
+        """Give the models back, and report."""
+        if os.getpid() != self._process:  # a child that the script forked: sessions and report are its parent's
+            return ending
+        failed = ending is not None and not (isinstance(ending, SystemExit) and ending.code in (None, 0))
+        for bar in _open_bars():  # as at Python's end: lines of other ranks may follow
+            bar.close()
+        self._observation.close(has_failed=failed)
+        is_left = False
+        if failed:
+            assert ending is not None
+            # First: ranks that are told end, and torchrun then ends this one.
+            is_left = leave_last_words(self._launch, ending)
+            self._patching.abort(ending)
+        accounts = self._measurements.accounts()
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._undo)
+                stack.callback(self._patching.close)
+                stack.callback(self._measurements.close)
+        except Exception as error:
+            if not failed:
+                return _shown(error, self._options, leave_last_words(self._launch, error))
+            _print(f"odc: closing: {type(error).__name__}: {error}")  # what the script died of matters more
+        if failed:
+            assert ending is not None
+            return _shown(ending, self._options, is_left)
+        if accounts:
+            _report(self._launch, accounts, self._patching.learned, self._store)
+        else:
+            self._say("odc: nothing was patched: no FSDP model computed anything in this script")
+        return None
+
+
+class _DryRun:
+    """Nothing patched, and the script ended after its first optimizer step."""
+
+    def __init__(self, options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> None:
+        self._options, self._launch, self._say = options, launch, say
+        self._dry_run = DryRun(say)
+
+    def end(self, ending: BaseException | None) -> BaseException | None:
+        """Say what came of it; the process ends with status 1 where that was no optimizer step, or is refused."""
+        self._dry_run.close()
+        if isinstance(ending, OdcError):
+            self._say(f"odc: would refuse this script: {ending}")
+            leave_last_words(self._launch, ending)
+            return SystemExit(1)
+        if isinstance(ending, SystemExit):
+            if self._dry_run.is_complete and self._dry_run.refused is not None:
+                leave_last_words(self._launch, self._dry_run.refused)
+            if self._dry_run.is_complete or ending.code not in (None, 0):
+                return ending
+        elif isinstance(ending, Exception):
+            return _shown(ending, self._options, leave_last_words(self._launch, ending))
+        elif ending is not None:
+            return ending
+        self._say("odc: dry run: the script ended without an optimizer step on an FSDP model; nothing was patched")
+        return SystemExit(1)
+
+
+def _shown(error: BaseException, options: argparse.Namespace, is_left: bool) -> BaseException:
+    """As Python would end, but for errors of ODC: one line, said by the launcher if it is ``odc run`` and finds it."""
+    if not isinstance(error, OdcError):
+        return error
     if options.traceback:
         traceback.print_exception(error)
-    raise SystemExit(1 if is_left and options.launcher_tells else last_line(error, 0))
+    return SystemExit(1 if is_left and options.launcher_tells else last_line(error, 0))
 
 
-def _report(launch: LaunchEnvironment, accounts: Sequence[report.Account], learned: str) -> None:
+def _report(
+    launch: LaunchEnvironment, accounts: Sequence[report.Account], learned: str, store: report.Store | None = None
+) -> None:
     """A training that has succeeded does not fail for want of a report. ``learned``: by loaders, on each rank alike."""
     from odc.balance.data.watched_store import WatchedStore
 
     try:
-        store = WatchedStore(lambda: report.open_store(launch), "the ranks leave what they have measured")
-        lines = store.ask(lambda there: None if there is None else report.leave(there, launch, accounts), _REPORT_S)
+        asked = WatchedStore(lambda: report.open_store(launch) or store, "the ranks leave what they have measured")
+        lines = asked.ask(lambda there: None if there is None else report.leave(there, launch, accounts), _REPORT_S)
     except (RuntimeError, OSError, ValueError, KeyError) as error:
         _print(f"odc: no report from rank {launch.rank}: {type(error).__name__}: {error}")
         return
@@ -299,35 +265,25 @@ def _balance(options: argparse.Namespace, say: Say) -> Callable[[], None]:
     return undo
 
 
-def _dry_run(options: argparse.Namespace, launch: LaunchEnvironment, say: Say) -> None:
-    dry_run = DryRun(say)
-    try:
-        _run_script(options)
-    except OdcError as error:
-        say(f"odc: would refuse this script: {error}")
-        leave_last_words(launch, error)
-        raise SystemExit(1) from None
-    except SystemExit as error:
-        if dry_run.is_complete and dry_run.refused is not None:
-            leave_last_words(launch, dry_run.refused)
-        if dry_run.is_complete or error.code not in (None, 0):
-            raise
-    except Exception as error:
-        _end_with(error, options, leave_last_words(launch, error))
-    finally:
-        dry_run.close()
-    say("odc: dry run: the script ended without an optimizer step on an FSDP model; nothing was patched")
-    raise SystemExit(1)
-
-
 def _refuse_launchers(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook: a script that starts ranks would do so once in each rank."""
-    words = [str(word) for word in arguments[1]] if event == "subprocess.Popen" and arguments[1] else [""]
+    words = [str(word) for word in arguments[1]] if event == "subprocess.Popen" and arguments[1] else []
     if starts_ranks(words):
         raise UnsupportedError(
             f"the script starts ranks of its own ({shorten(' '.join(words))}), and so would each rank of odc run: give "
             "the command to odc exec, which lets it start them: odc exec -- command"
         )
+
+
+def starts_ranks(words: Sequence[str]) -> bool:
+    """Whether that is the command line of a launcher.
+
+    >>> starts_ranks(["python", "-u", "-m", "torch.distributed.run", "x.py"]), starts_ranks(["accelerate", "env"])
+    (True, False)
+    """
+    names = [os.path.basename(word) for word in words if not word.startswith("-")]
+    names = names[bool(names) and names[0].startswith("python") :]
+    return bool(_LAUNCHERS & {*names[:1], " ".join(names[:2])})
 
 
 def _run_script(options: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
 """What one synchronization per minibatch has saved: microbatches are timed, and all ranks make one report of a run.
 
 No rank waits for another to report: each leaves its account in torchrun's key-value store, which outlives the ranks;
-the last one to do so finds all the others' and prints. A rank that failed leaves none, and nothing is printed.
+the last one to do so finds all the others' and prints. A rank that failed leaves none, and nothing is printed. Where no
+torchrun has started the ranks, rank 0 has the store, waits for the others' accounts, and prints.
 """
 
 from __future__ import annotations
@@ -265,10 +266,11 @@ def open_store(launch: LaunchEnvironment) -> Store | None:
 
 
 def leave(store: Store, launch: LaunchEnvironment, accounts: Sequence[Account]) -> list[str] | None:
-    """Leave this rank's accounts; on the last rank to come, the lines to print."""
+    """Leave this rank's accounts. Returns the lines to print: to the last rank to come, or to the owner of the store."""
     prefix = f"odc/report/{launch.attempt}"
     store.set(f"{prefix}/{launch.rank}", json.dumps([asdict(account) for account in accounts]))
-    if store.add(f"{prefix}/count", 1) < launch.world_size:
+    is_last = store.add(f"{prefix}/count", 1) == launch.world_size
+    if not (is_last if launch.agent_store else launch.rank == 0):
         return None
     return summarise([json.loads(store.get(f"{prefix}/{rank}")) for rank in range(launch.world_size)])
 

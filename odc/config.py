@@ -167,18 +167,9 @@ class RuntimeConfig:
         }
 
 
-# As in launch/entering.py, which runs before anything of odc can be imported.
-_OF_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-)
-
-
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What torchrun tells each rank it starts; of ``srun`` and ``mpirun`` the first numbers."""
+    """What torchrun tells each rank it starts."""
 
     rank: int = 0
     local_rank: int = 0
@@ -202,11 +193,10 @@ class LaunchEnvironment:
             ConfigError: a variable has a value that torchrun would not set.
         """
         env = os.environ if environ is None else environ
-        names = next((names for names in _OF_LAUNCHERS if env.keys() >= set(names[:2])), _OF_LAUNCHERS[0])
-        world_size = _read_integer(env, names[1], 1, 1, None)
+        world_size = _read_integer(env, "WORLD_SIZE", 1, 1, None)
         return cls(
-            rank=_read_integer(env, names[0], 0, 0, world_size - 1),
-            local_rank=_read_integer(env, names[2], 0, 0, None),
+            rank=_read_integer(env, "RANK", 0, 0, world_size - 1),
+            local_rank=_read_integer(env, "LOCAL_RANK", 0, 0, None),
             world_size=world_size,
             local_world_size=_read_integer(env, "LOCAL_WORLD_SIZE", world_size, 1, world_size),
             master_addr=env.get("MASTER_ADDR", ""),

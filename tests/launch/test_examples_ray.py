@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,10 @@ LIMIT_S = 300.0
 class Job:
     """The example as a process, with a Ray of its own."""
 
-    def __init__(self, out: Path, room: Path, *words: str) -> None:
+    def __init__(self, out: Path, room: Path, *words: str, before: Sequence[str] = ()) -> None:
         self.out, self._log = out, out.parent / f"{out.name}.log"
-        command = [sys.executable, str(EXAMPLES / "ray_train_sft.py"), "--num-workers", "2", "--out", str(out)]
+        script = [sys.executable, str(EXAMPLES / "ray_train_sft.py"), "--num-workers", "2", "--out", str(out)]
+        command = [*before, *script]
         own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": str(room), "ODC_TIMEOUT": "60"}
         own |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ADDRESS": "local"}
         with self._log.open("wb") as log:
@@ -122,6 +123,16 @@ def test_workers_of_ray_train_as_the_plain_loop_does(tmp_path: Path, whole: dict
     assert (whole["ranks"], len(whole["losses"])) == (2, STEPS)
     assert whole["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert whole["eval_losses"] == pytest.approx(plain["eval_losses"], rel=1e-5)
+
+
+def test_workers_are_ranks_of_odc_exec(tmp_path: Path, whole: dict[str, Any], room: Path) -> None:
+    """Of a loop that knows nothing of ODC."""
+    before = (sys.executable, "-m", "odc", "exec", "--deterministic", "--")
+    with closing(Job(tmp_path / "out", room, "--no-odc", before=before)) as job:
+        result, said = job.result(), job.said()
+    assert "odc: patched LossModel (FSDP2): 3 units over 2 ranks" in said
+    assert re.search(r"odc: \d+ minibatches on 2 ranks", said)
+    assert result["losses"] == pytest.approx(whole["losses"], rel=1e-5)
 
 
 def test_when_a_worker_is_killed_all_go_on_from_the_newest_checkpoint(

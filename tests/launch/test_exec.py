@@ -1,4 +1,4 @@
-"""Layers 1 and 4: ``odc exec``: what a process is is told by its command line and environment; then whole commands."""
+"""Layers 1 and 4: ``odc exec``: commands that start ranks, as scripts or as functions, and what is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import process_ranks
 import pytest
 
-from odc.launch.entering import split_command, starts_ranks
+from odc.launch.main import starts_ranks
 
 SCRIPTS = Path(process_ranks.__file__).parent / "scripts"
 ODC = [sys.executable, "-m", "odc"]
@@ -20,28 +20,6 @@ BY_ACCELERATE = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--num_processes", "2", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("python -u -X dev train.py -c 1", ("-u -X dev", "train.py -c 1")),
-        ("python -Wignore -m package.train --lr 1", ("-Wignore", "-m package.train --lr 1")),
-        ("python -uX dev -W ignore train.py", ("-uX dev -W ignore", "train.py")),
-        ("python -um train x", ("-u", "-m train x")),
-        ("python -mtrain x", ("", "-m train x")),
-        ("python --help-all -- train.py", ("--help-all", "train.py")),
-        ("python -c from_multiprocessing train.py", None),
-        ("python -uc pass", None),
-        ("python -u -cpass", None),
-        ("python -", None),
-        ("python -i", None),
-        ("python", None),
-    ],
-)
-def test_what_a_process_runs(words: str, expected: tuple[str, str] | None) -> None:
-    found = split_command(words.split())
-    assert (found and (" ".join(found[0]), " ".join(found[1]))) == expected
 
 
 @pytest.mark.parametrize(
@@ -61,46 +39,80 @@ def ended(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **env})
 
 
-def trained(text: str) -> list[str]:
+def trained(text: str, mode: str = "plain") -> list[str]:
     """The script's own lines; the last digits of sums depend on their order."""
-    return [line[:-2] for line in text.splitlines() if line.startswith("2 plain")]
+    return [line[:-2] for line in text.splitlines() if line.startswith(f"2 {mode}")]
 
 
-BY_TASKS = """
-import os, subprocess, sys
-names, words = sys.argv[1].split(","), [sys.executable, *sys.argv[2:]]
-values = [(str(rank), str(rank), "2") for rank in (0, 1)]
-tasks = [subprocess.Popen(words, env={**os.environ, **dict(zip(names, each))}) for each in values]
-sys.exit(max(task.wait() for task in tasks))
-"""
-"""What ``srun`` and ``mpirun`` do, as far as a rank can tell: two tasks with variables of theirs."""
-OF_A_TASK = """
-import os, runpy, sys
+FUNCTIONS = """
+import os, runpy, subprocess, sys
 import torch.distributed as dist
-rank = int(os.environ[sys.argv.pop(1)])
-os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv.pop(1))
-sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
+
+def rank_of(number, script, port, kind, mode):
+    place = {"init_method": f"tcp://127.0.0.1:{port}", "rank": number, "world_size": 2} if number is not None else {}
+    sys.argv = [script, kind, mode]
+    dist.init_process_group("gloo", **place)
+    runpy.run_path(script, run_name="__main__")
+    if mode != "open":
+        dist.destroy_process_group()
+
+if __name__ == "__main__":
+    how, *arguments = sys.argv[1:]
+    if how == "task":  # of a launcher that nobody knows
+        rank_of(int(os.environ["NUMBER"]), *arguments)
+    elif how == "tasks":
+        words = [sys.executable, __file__, "task", *arguments]
+        tasks = [subprocess.Popen(words, env={**os.environ, "NUMBER": str(number)}) for number in (0, 1)]
+        sys.exit(max(task.wait() for task in tasks))
+    elif how == "spawn":
+        import torch.multiprocessing
+        torch.multiprocessing.spawn(rank_of, tuple(arguments), nprocs=2)
+    else:
+        import accelerate
+        accelerate.notebook_launcher(rank_of, (None, *arguments), num_processes=2, use_port=arguments[1])
 """
+"""Ranks that no launcher has named: each has its number from the script that starts it."""
+
+
+def run_functions(folder: Path, how: str, mode: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "functions.py").write_text(FUNCTIONS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = [str(folder / "functions.py"), how, str(SCRIPTS / "train.py"), port, "2", mode]
+    return ended([*ODC, "exec", *options, "--", sys.executable, *words])
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("how", "mode"),
     [
-        "SLURM_PROCID,SLURM_LOCALID,SLURM_NTASKS",
-        pytest.param("PMI_RANK,MPI_LOCALRANKID,PMI_SIZE", marks=pytest.mark.extended),
+        ("spawn", "plain"),
+        pytest.param("spawn", "open", marks=pytest.mark.extended),
+        pytest.param("tasks", "open", marks=pytest.mark.extended),
+        pytest.param("notebook", "plain", marks=pytest.mark.extended),
     ],
 )
-def test_tasks_of_slurm_and_mpi_are_ranks(tmp_path: Path, names: str) -> None:
-    (tmp_path / "srun.py").write_text(BY_TASKS)
-    (tmp_path / "train.py").write_text(OF_A_TASK)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    script = [str(tmp_path / "train.py"), names.partition(",")[0], port, str(SCRIPTS / "train.py"), "2", "plain"]
-    ours = ended([*ODC, "exec", "--deterministic", "--", sys.executable, str(tmp_path / "srun.py"), names, *script])
+def test_functions_and_tasks_are_ranks(tmp_path: Path, how: str, mode: str) -> None:
+    """Their group destroyed by them, or left open to the end of the process."""
+    ours = run_functions(tmp_path, how, mode, "--deterministic")
     assert ours.returncode == 0, ours.stderr
     assert ours.stderr.count("odc: patched Sequential (FSDP2): 3 units over 2 ranks") == 1  # by rank 0
-    assert len(trained(ours.stdout)) == 4
+    assert ours.stderr.count("odc: 3 minibatches on 2 ranks") == 1
+    assert len(trained(ours.stdout, mode)) == 4
+
+
+@pytest.mark.parametrize("how", ["spawn", pytest.param("tasks", marks=pytest.mark.extended)])
+def test_a_function_that_raises_ends_all(tmp_path: Path, how: str) -> None:
+    ours = run_functions(tmp_path, how, "raise")
+    assert ours.returncode == 1
+    assert "ValueError: rank 1 has had enough" in ours.stderr
+    assert "minibatches on 2 ranks" not in ours.stderr
+
+
+def test_a_dry_run_of_functions(tmp_path: Path) -> None:
+    ours = run_functions(tmp_path, "spawn", "plain", "--dry-run")
+    assert ours.returncode == 0, ours.stderr
+    assert "odc: would patch Sequential (FSDP2): 3 units over 2 ranks" in ours.stderr
+    assert "odc: dry run: stopped after the first optimizer step" in ours.stderr
 
 
 @pytest.mark.parametrize("launcher", [RUN_BY_TORCH, pytest.param(BY_ACCELERATE, marks=pytest.mark.extended)])

@@ -34,7 +34,7 @@ from odc.errors import (
 )
 from odc.fsdp_patch.automatic import AutomaticPatching
 from odc.launch import main as launch_main
-from odc.launch.main import odc_options, option_arguments
+from odc.launch.options import odc_options, option_arguments
 from odc.launch.script import last_words, leave_last_words, run_script
 
 

@@ -118,8 +118,8 @@ def account(model: str = "Net", times: Sequence[Sequence[float]] = ((1.0,), (2.0
     return Account(model, 10.0, 1.0, times)
 
 
-def environment(rank: int, world_size: int = 3, attempt: str = "0") -> LaunchEnvironment:
-    return LaunchEnvironment(rank=rank, world_size=world_size, attempt=attempt)
+def environment(rank: int, world_size: int = 3, attempt: str = "0", agent_store: bool = True) -> LaunchEnvironment:
+    return LaunchEnvironment(rank=rank, world_size=world_size, attempt=attempt, agent_store=agent_store)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
@@ -129,6 +129,14 @@ def test_the_last_rank_to_come_has_the_lines(order: tuple[int, ...]) -> None:
     assert lines[:2] == [None, None]
     assert lines[2] is not None
     assert len(lines[2]) == 1
+    assert "2 minibatches on 3 ranks in 10.0 s" in lines[2][0]
+
+
+def test_where_rank_0_has_the_store_it_reports() -> None:
+    store = FakeStore()
+    lines = [leave(store, environment(rank, agent_store=False), [account()]) for rank in (1, 2, 0)]
+    assert lines[:2] == [None, None]
+    assert lines[2] is not None
     assert "2 minibatches on 3 ranks in 10.0 s" in lines[2][0]
 
 
