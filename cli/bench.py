@@ -49,17 +49,16 @@ def _kept(text: str) -> str:
 
 def show_list() -> None:
     """What each benchmark measures, how long it takes on two cores, and what it needs."""
-    from odc.bench.harness.catalogue import all_of_them, written
+    from odc.bench.harness.catalogue import ENTRIES, written
 
     table = Table(box=None, pad_edge=False)
     for heading in ("", "odc bench", "measures", "takes", "needs"):
         table.add_column(heading, no_wrap=heading in ("", "odc bench"))
     last = ""
-    for room, name, benchmark in all_of_them():
-        table.add_row(
-            *(room if room != last else "", written(name)), escape(benchmark.title), benchmark.takes, benchmark.needs
-        )
-        last = room
+    for entry in ENTRIES:
+        names = (entry.room if entry.room != last else "", written(entry.name))
+        table.add_row(*names, escape(entry.title), entry.takes, entry.needs)
+        last = entry.room
     _console().print(table)
     typer.echo(
         "\nodc bench NAME -h lists its options; all have --quick, --json FILE and, where there is a picture, --plot "
@@ -207,9 +206,10 @@ def run_benchmark(
             for table in results.tables_of(benchmark, document):
                 _console().print(table)
             if plot is not None:
+                from odc.bench.harness.catalogue import title_of
                 from odc.bench.harness.pictures import draw
 
-                draw(plot, benchmark.picture, document, benchmark.title)
+                draw(plot, benchmark.picture, document, title_of(benchmark.says))
     for text in run.missed if run.is_first else ():
         typer.echo(text)
     if run.missed or run.status:

@@ -239,7 +239,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "3 min, quick 30 s",
     (
         Table(
             "rows",

@@ -349,7 +349,6 @@ _KEYS = (Column("ranks", "ranks"), Column("parameters", "parameters"))
 
 BENCHMARK = Benchmark(
     measure,
-    "2 min, quick 1 min",
     (
         Table(
             "parts",

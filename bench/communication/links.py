@@ -126,7 +126,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "20 s, quick 2 s",
     (
         Table(
             "rows",

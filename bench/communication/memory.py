@@ -384,7 +384,6 @@ _KEYS = (Column("M", "millions"), Column("ranks", "ranks"), Column("way", "way")
 
 BENCHMARK = Benchmark(
     measure,
-    "5 min, quick 30 s",
     (
         Table(
             "results",

@@ -401,7 +401,6 @@ def figures_tcp(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "6 min, quick 40 s",
     (
         Table(
             "rows",
@@ -434,7 +433,6 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"largest": 1 << 24, "factor": 16, "repetitions": 5, "late": 1},
-    needs="GPUs with NCCL beside, or 2 cores",
     picture=Picture(
         "rows",
         Column("bus bandwidth, GB/s", "busbw"),

@@ -71,7 +71,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "1 min, quick 40 s",
     (replace(TABLE, title="uneven minibatches over {transport}: medians (20th-80th percentile)"),),
     quick={"ranks": 2, "repetitions": 2},
     figures=(("docs/gpu.md", figures, ["uneven"]),),

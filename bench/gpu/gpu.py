@@ -103,9 +103,7 @@ _ON_H100 = ["gpu_check_h100", "gpu_check_h100_forms", "gpu_check_h100_sync"]
 
 BENCHMARK = Benchmark(
     measure,
-    "5 min on one GPU, up to 1 h on several; quick less",
     quick={"minibatches": 50},
-    needs="a GPU; one for each rank for a part",
     figures=(
         ("README.md", documents.passed, _ON_H100),
         ("docs/gpu.md", documents.measured, [*_ON_H100, "gpu_check_h200"]),

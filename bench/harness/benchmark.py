@@ -8,13 +8,12 @@ among them are shown as the tables that the module declares. :data:`BENCHMARK` h
         ...
         return {"results": rows}
 
-    BENCHMARK = Benchmark(measure, "20 s, quick 3 s", tables=(...), quick={"repetitions": 2})
+    BENCHMARK = Benchmark(measure, tables=(...), quick={"repetitions": 2})
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -173,13 +172,9 @@ class Benchmark:
     """What ``odc bench`` needs to know of a module."""
 
     measure: Callable[..., Entries]
-    takes: str
-    """Time with the defaults, and with ``--quick``, on two cores."""
     tables: Sequence[Table] = ()
     quick: Mapping[str, Any] = field(default_factory=dict)
     """Values of options that ``--quick`` sets, unless they are given."""
-    needs: str = ""
-    """Besides two cores, for ``odc bench list``."""
     picture: Picture | None = None
     figures: Sequence[tuple[str, Callable[..., Figures], Sequence[str]]] = ()
     """(document, what it has to say, of which committed results)."""
@@ -188,11 +183,6 @@ class Benchmark:
     def says(self) -> str:
         """The module's documentation."""
         return inspect.getdoc(inspect.getmodule(self.measure)) or ""
-
-    @property
-    def title(self) -> str:
-        """Its first words."""
-        return re.split(r"[:.]( |$)", self.says.split("\n\n")[0].replace("\n", " ").replace("``", ""))[0]
 
 
 class Run:

@@ -1,50 +1,102 @@
-"""Which benchmarks there are. A new one: its module in a room, and its name here."""
+"""Which benchmarks there are. A new one: its module in a room, and a line here.
+
+To list them nothing is imported: a benchmark's module loads torch.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import re
 from collections.abc import Iterator
-from types import ModuleType
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from odc.bench.harness.benchmark import Benchmark
+if TYPE_CHECKING:
+    from odc.bench.harness.benchmark import Benchmark
 
-ROOMS = {
-    "communication": ("primitives", "fsdp_host_time", "memory", "uneven", "links"),
-    "training": (
-        *("demo", "demo_rl", "multimodal", "vlm", "stream_training", "trainers"),
-        *("emulated", "late_binding", "context_parallel", "multimodal_emulated"),
-    ),
-    "batching": ("batching",),
-    "planning": (*("planning", "tables", "partition_quality", "post_balance", "multimodal_simulated"),),
-    "proof": ("conformance", "parity", "chaos"),
-    "gpu": ("gpu",),
-}
+_REPOSITORY = "the extra examples, the repository"
 
 
-def module_of(name: str) -> ModuleType:
-    """The module of a benchmark; hyphens and underscores are the same.
+class Entry(NamedTuple):
+    """A benchmark, as ``odc bench list`` has it."""
+
+    room: str
+    name: str
+    takes: str
+    """Time with the defaults, and with ``--quick``, on two cores."""
+    needs: str = ""
+    """Besides two cores."""
+
+    @property
+    def path(self) -> Path:
+        """Of its module; one of several modules is a folder."""
+        path = Path(__file__).parents[1] / self.room / self.name
+        return path / "benchmark.py" if path.is_dir() else path.with_suffix(".py")
+
+    @property
+    def title(self) -> str:
+        """Of its module, which is read and not imported."""
+        return title_of(ast.get_docstring(ast.parse(self.path.read_text())) or "")
+
+
+ENTRIES = (
+    Entry("communication", "primitives", "6 min, quick 40 s", "GPUs with NCCL beside, or 2 cores"),
+    Entry("communication", "fsdp_host_time", "2 min, quick 1 min"),
+    Entry("communication", "memory", "5 min, quick 30 s"),
+    Entry("communication", "uneven", "1 min, quick 40 s"),
+    Entry("communication", "links", "20 s, quick 2 s"),
+    Entry("training", "demo", "3 min (with --alternatives 7), quick 50 s", _REPOSITORY),
+    Entry("training", "demo_rl", "8 min, quick 50 s", _REPOSITORY),
+    Entry("training", "multimodal", "4 min, quick 30 s", _REPOSITORY),
+    Entry("training", "vlm", "5 min, quick 2 min", _REPOSITORY),
+    Entry("training", "stream_training", "10 min, quick 30 s", _REPOSITORY),
+    Entry("training", "trainers", "20 min, quick 2 min", _REPOSITORY),
+    Entry("training", "emulated", "5 min, quick 40 s"),
+    Entry("training", "late_binding", "20 min, quick 1 min"),
+    Entry("training", "context_parallel", "9 min, quick 40 s"),
+    Entry("training", "multimodal_emulated", "8 min, quick 40 s"),
+    Entry("batching", "batching", "3 min, quick 30 s"),
+    Entry("planning", "planning", "1 min, quick 5 s"),
+    Entry("planning", "tables", "2 min, quick 6 s"),
+    Entry("planning", "partition_quality", "10 min, quick 10 s"),
+    Entry("planning", "post_balance", "4 min, quick 10 s", "CBC (pulp) for a part"),
+    Entry("planning", "multimodal_simulated", "15 min, quick 5 s"),
+    Entry("proof", "conformance", "3 min, quick 30 s"),
+    Entry("proof", "parity", "15 min, quick 30 s"),
+    Entry("proof", "chaos", "20 min, quick 30 s"),
+    Entry("gpu", "gpu", "5 min on one GPU, up to 1 h on several; quick less", "a GPU; one for each rank for a part"),
+)
+
+
+def entry_of(name: str) -> Entry:
+    """By its name; hyphens and underscores are the same.
 
     Raises:
         ValueError: there is no such benchmark.
     """
-    wanted = name.replace("-", "_")
-    for room, names in ROOMS.items():
-        if wanted in names:
-            module = importlib.import_module(f"odc.bench.{room}.{wanted}")
-            # One of several modules is a folder.
-            return importlib.import_module(f"{module.__name__}.benchmark") if hasattr(module, "__path__") else module
-    known = ", ".join(written(each) for names in ROOMS.values() for each in names)
+    for entry in ENTRIES:
+        if entry.name == name.replace("-", "_"):
+            return entry
+    known = ", ".join(written(entry.name) for entry in ENTRIES)
     raise ValueError(f"there is no benchmark {name!r}: expected one of {known}")
 
 
 def find(name: str) -> Benchmark:
-    """A benchmark by its name.
+    """A benchmark by its name; imports its module.
 
     Raises:
         ValueError: there is none of that name.
     """
-    found: Benchmark = module_of(name).BENCHMARK
+    path = entry_of(name).path
+    module = ".".join(path.relative_to(Path(__file__).parents[1]).with_suffix("").parts)
+    found: Benchmark = importlib.import_module(f"odc.bench.{module}").BENCHMARK
     return found
+
+
+def title_of(says: str) -> str:
+    """The first words of a benchmark's documentation."""
+    return re.split(r"[:.]( |$)", says.split("\n\n")[0].replace("\n", " ").replace("``", ""))[0]
 
 
 def written(name: str) -> str:
@@ -52,8 +104,7 @@ def written(name: str) -> str:
     return name.replace("_", "-")
 
 
-def all_of_them() -> Iterator[tuple[str, str, Benchmark]]:
-    """(room, name, benchmark). Imports them all."""
-    for room, names in ROOMS.items():
-        for name in names:
-            yield room, name, find(name)
+def all_of_them() -> Iterator[Benchmark]:
+    """Imports them all."""
+    for entry in ENTRIES:
+        yield find(entry.name)

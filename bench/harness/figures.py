@@ -39,7 +39,7 @@ class Figure:
 
 def figures(results: Path = RESULTS) -> Iterator[Figure]:
     """All of them, benchmark by benchmark."""
-    for _, _, benchmark in catalogue.all_of_them():
+    for benchmark in catalogue.all_of_them():
         for document, make, names in benchmark.figures:
             for fixed, text in make(*(json.loads((results / f"{name}.json").read_text()) for name in names)):
                 yield Figure(Path(document), f"{names[0]}.json", fixed, text)

@@ -311,7 +311,6 @@ def figures(result: Entries) -> Figures:
 _MODEL, _NUM_RANKS = Column("model", "model"), Column("ranks", "ranks")
 BENCHMARK = Benchmark(
     measure,
-    "15 min, quick 5 s",
     (
         Table(
             "comparisons",

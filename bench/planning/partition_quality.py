@@ -131,7 +131,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "10 min, quick 10 s",
     (
         Table(
             "laws",

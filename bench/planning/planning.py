@@ -171,7 +171,6 @@ _RANKS, _CPU = Column("ranks", "ranks"), Column("CPU ms", "cpu_s", ".1f", 1e3)
 _KINDS = ("vision inputs", "vision outputs", "audio inputs", "audio outputs", "text")
 BENCHMARK = Benchmark(
     measure,
-    "1 min, quick 5 s",
     (
         Table(
             "loader",

@@ -196,7 +196,6 @@ def measure(
 _LAW, _NUM_RANKS = Column("law", "law"), Column("ranks", "num_ranks")
 BENCHMARK = Benchmark(
     measure,
-    "4 min, quick 10 s",
     (
         Table(
             "quality",
@@ -227,5 +226,4 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"instances": 20, "ranks": 64, "repetitions": 1, "cbc_s": 1.0},
-    needs="CBC (pulp) for a part",
 )

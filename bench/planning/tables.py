@@ -184,7 +184,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "2 min, quick 6 s",
     (
         Table(
             "cells",

@@ -117,7 +117,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "9 min, quick 40 s",
     (
         Table(
             "runs",

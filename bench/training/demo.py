@@ -170,10 +170,8 @@ def figures_by_size(*results: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "3 min (with --alternatives 7), quick 50 s",
     (runs_table(),),
     quick={"repetitions": 1, "minibatches": 8},
-    needs="the extra examples, the repository",
     figures=(
         ("docs/performance.md", figures, ["demo_8m_fp32"]),
         ("docs/performance.md", figures_by_size, SIZES),

@@ -98,7 +98,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "8 min, quick 50 s",
     (
         runs_table(),
         Table(
@@ -115,6 +114,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"repetitions": 1, "minibatches": 6, "max_completion": 60, "hidden_size": 128, "num_layers": 2},
-    needs="the extra examples, the repository",
     figures=(("docs/reinforcement.md", figures, ["demo_rl"]),),
 )

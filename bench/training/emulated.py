@@ -392,7 +392,6 @@ PLANNED_AND_MEASURED = (
 
 BENCHMARK = Benchmark(
     measure,
-    "5 min, quick 40 s",
     (
         Table(
             "runs",

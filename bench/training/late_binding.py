@@ -265,7 +265,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "20 min, quick 1 min",
     (
         Table(
             "runs",

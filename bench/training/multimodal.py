@@ -168,7 +168,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "4 min, quick 30 s",
     (
         runs_table(
             Column("exchanges per minibatch", "exchanges_per_minibatch", ".1f"),
@@ -178,7 +177,6 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"repetitions": 1, "minibatches": 6, "minibatch_size": 3, "hidden_size": 32},
-    needs="the extra examples, the repository",
     figures=(
         ("docs/multimodal.md", figures, ["multimodal_cpu_2ranks"]),
         ("docs/multimodal.md", figures_4ranks, ["multimodal_cpu_4ranks"]),

@@ -355,7 +355,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "8 min, quick 40 s",
     (
         Table(
             "runs",

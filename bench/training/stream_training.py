@@ -112,7 +112,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "10 min, quick 30 s",
     (
         Table(
             "rows",
@@ -128,6 +127,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"repetitions": 1, "samples": 60, "hidden_size": 64, "num_layers": 1},
-    needs="the extra examples, the repository",
     figures=(("docs/streams.md", figures, ["stream_training"]),),
 )

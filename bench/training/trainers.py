@@ -160,7 +160,6 @@ def _speedup(row: Entries) -> str:
 
 BENCHMARK = Benchmark(
     measure,
-    "20 min, quick 2 min",
     (
         Table(
             "rows",
@@ -174,6 +173,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"repetitions": 1, "steps": 5, "script": ["accelerate_sft"]},
-    needs="the extra examples, the repository",
     figures=(("docs/trainers.md", figures, ["trainers_cpu_2ranks"]),),
 )

@@ -80,7 +80,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "5 min, quick 2 min",
     (
         Table(
             "runs",
@@ -94,6 +93,5 @@ BENCHMARK = Benchmark(
         ),
     ),
     quick={"steps": 8, "repetitions": 1},
-    needs="the extra examples, the repository",
     figures=(("docs/multimodal.md", figures, ["vlm"]),),
 )

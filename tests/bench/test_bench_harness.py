@@ -46,7 +46,6 @@ def measure(
 
 MADE_UP = Benchmark(
     measure,
-    "no time",
     (Table("rows", "{settings[factor]}", (Column("size", "size"),), (Column("ms", "time_s", ".1f", 1e3),)),),
     quick={"sizes": Numbers(7), "factor": 2.0},
     picture=Picture("rows", Column("s", "time_s"), ["name"], Column("size", "size")),
@@ -124,7 +123,7 @@ def test_only_results_of_one_benchmark_are_compared(tmp_path: Path) -> None:
 
 
 def test_every_benchmark_is_in_its_room_and_shows_its_committed_results() -> None:
-    names = [name for _, name, _ in catalogue.all_of_them()]
+    names = [entry.name for entry in catalogue.ENTRIES]
     listed = bench("list").output
     assert [name for name in names if catalogue.written(name) not in listed] == []
     # That of peers is of packages that are not run any more.

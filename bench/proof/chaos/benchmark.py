@@ -123,7 +123,6 @@ def figures(result: Entries, where: str = "") -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "20 min, quick 30 s",
     (
         Table(
             "by_transport_and_action",

@@ -62,7 +62,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "3 min, quick 30 s",
     (
         Table(
             "counts", "{summary}", (Column("precision", "precision"), Column("", "status")), (Column("cells", "cells"),)

@@ -84,7 +84,6 @@ def figures(result: Entries) -> Figures:
 
 BENCHMARK = Benchmark(
     measure,
-    "15 min, quick 30 s",
     (
         Table(
             "by_kind",
