@@ -269,7 +269,7 @@ def leave(store: Store, launch: LaunchEnvironment, accounts: Sequence[Account]) 
     """Leave this rank's accounts. Returns the lines to print: to the last rank to come, or to the owner of the store."""
     prefix = f"odc/report/{launch.attempt}"
     store.set(f"{prefix}/{launch.rank}", json.dumps([asdict(account) for account in accounts]))
-    is_last = store.add(f"{prefix}/count", 1) == launch.world_size
+    is_last = store.add(f"{prefix}/count", 1) % launch.world_size == 0  # a job may make one process group after another
     if not (is_last if launch.agent_store else launch.rank == 0):
         return None
     return summarise([json.loads(store.get(f"{prefix}/{rank}")) for rank in range(launch.world_size)])

@@ -125,11 +125,12 @@ def environment(rank: int, world_size: int = 3, attempt: str = "0", agent_store:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_the_last_rank_to_come_has_the_lines(order: tuple[int, ...]) -> None:
     store = FakeStore()
-    lines = [leave(store, environment(rank), [account()]) for rank in order]
-    assert lines[:2] == [None, None]
-    assert lines[2] is not None
-    assert len(lines[2]) == 1
-    assert "2 minibatches on 3 ranks in 10.0 s" in lines[2][0]
+    for model in ("of the first process group", "of the next one"):
+        lines = [leave(store, environment(rank), [account(model, [[1.0]] * len(model))]) for rank in order]
+        assert lines[:2] == [None, None]
+        assert lines[2] is not None
+        assert len(lines[2]) == 1
+        assert f"{len(model)} minibatches on 3 ranks in 10.0 s" in lines[2][0]
 
 
 def test_where_rank_0_has_the_store_it_reports() -> None:
