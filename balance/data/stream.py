@@ -45,7 +45,7 @@ _LONGEST_S = 10.0 * 365 * 86400
 
 
 class StreamLoader(Generic[SampleT, BatchT]):
-    """Iterates over the minibatches of a stream, whose samples show their lengths when they are read.
+    """Iterates over the minibatches of a stream: of samples whose lengths are known only once they are read.
 
     The chain: every rank reads its part of the samples into a pool, cuts the pool into groups of samples that go
     together (``grouping``), the ranks agree on what each does next (``align``), and each collates its groups. What

@@ -1,4 +1,4 @@
-"""A user's script whose samples' lengths show when they are read: a resume, evaluations, any kind of dataset.
+"""A user's script whose samples' lengths are known only once they are read: a resume, evaluations, any kind of dataset.
 
 torchrun --nproc-per-node 2 tests/rigs/online_script.py FOLDER KIND
 

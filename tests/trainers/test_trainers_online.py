@@ -1,4 +1,4 @@
-"""Layer 1: one rank. Trainers and loops on samples whose lengths show when they are read."""
+"""Layer 1: one rank. Trainers and loops on samples whose lengths are known only once they are read."""
 
 from __future__ import annotations
 
