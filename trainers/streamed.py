@@ -1,4 +1,4 @@
-"""Balanced minibatches of samples with lengths known only once they are read: a stream in the place of a prepared loader.
+"""Balanced minibatches of samples with lengths known only once they are read: a stream in place of a prepared loader.
 
 What is measured is what the user's collator makes of each sample by itself, in a worker if there are any. Ranks fill
 equal quotas of cost (:class:`~odc.balance.StreamLoader`, ``align="minibatch"``), so which samples are in a step is not
