@@ -1,6 +1,6 @@
-"""Every error ODC raises on purpose. Bad input is a ``ValueError``; what goes wrong later is an :class:`OdcError`.
+"""All errors that ODC raises. Bad input raises a ``ValueError``; later failures raise an :class:`OdcError`.
 
-Imports nothing of ODC: every room quotes input in its messages with :func:`shown` and :func:`shorten`.
+Imports nothing of ODC. Every room uses :func:`shown` and :func:`shorten` to quote input in its messages.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import reprlib
 
 
 class OdcError(RuntimeError):
-    """Base of all run-time failures of ODC.
+    """Base class of all run-time errors of ODC.
 
     Example:
         >>> session = odc.patch_fsdp(model)
@@ -22,7 +22,7 @@ class OdcError(RuntimeError):
 
 
 class ConfigError(OdcError, ValueError):
-    """An option or an environment variable has a value ODC cannot use.
+    """An option or an environment variable has a value that ODC cannot use.
 
     Example:
         >>> odc.RuntimeConfig(accumulate="mail")
@@ -44,7 +44,7 @@ class SetupError(OdcError):
 
 
 class UnsupportedError(OdcError, NotImplementedError):
-    """The model uses an option that ODC does not support yet; the message names it.
+    """The model or the script uses something that ODC does not support; the message names it.
 
     Example:
         >>> from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -58,7 +58,7 @@ class UnsupportedError(OdcError, NotImplementedError):
 
 
 class ProtocolError(OdcError):
-    """An operation came at the wrong point of the minibatch (for example a push outside one).
+    """An operation came at the wrong point of the minibatch, or ranks differ in what they do.
 
     Example:
         >>> session = odc.patch_fsdp(model)
@@ -72,8 +72,8 @@ class ProtocolError(OdcError):
 
 
 class MisuseError(ProtocolError):
-    """An operation that cannot be at this point of the minibatch, refused before anything was changed. The session goes
-    on, on this rank and on the others.
+    """An operation came at the wrong point of the minibatch, and was refused before it changed anything. This session
+    and those of other ranks can go on.
 
     Example:
         >>> session = odc.patch_fsdp(model)
@@ -88,7 +88,7 @@ class MisuseError(ProtocolError):
 
 
 class PeerDiedError(OdcError):
-    """The process of a rank that is being waited for is gone.
+    """The process of an awaited rank has ended.
 
     Example:
         >>> import os, signal
@@ -102,7 +102,7 @@ class PeerDiedError(OdcError):
 
 
 class PeerClosedError(OdcError):
-    """A rank that is being waited for has closed its session.
+    """An awaited rank has closed its session.
 
     Example:
         >>> if rank == 1:  # session: of a patched model
@@ -115,7 +115,7 @@ class PeerClosedError(OdcError):
 
 
 class PeerSilentError(OdcError, TimeoutError):
-    """A rank that is being waited for is alive but has made no progress for the whole timeout.
+    """An awaited rank is alive, but made no progress for the whole timeout.
 
     Example:
         >>> import time
@@ -130,7 +130,7 @@ class PeerSilentError(OdcError, TimeoutError):
 
 
 class AbortedError(OdcError):
-    """Another rank failed first; the message carries its rank and its error.
+    """Another rank failed first; the message names the rank and its error.
 
     Example:
         >>> if rank == 1:  # session: of a patched model
@@ -143,17 +143,17 @@ class AbortedError(OdcError):
 
 
 class FaultInjected(OdcError):
-    """Raised by the fault hook ``do=raise``; never seen unless ``ODC_FAULT`` is set."""
+    """Raised by a fault with ``do=raise``, only if ``ODC_FAULT`` is set."""
 
 
 OUR_FAULT = "This is a fault of ODC itself: please report it with the whole message"
-"""Ends the message of a check that no script can make fail."""
+"""The end of the message of a check that fails only through a fault of ODC."""
 
 _LONGEST = 200
 
 
 def shorten(text: str, most: int = _LONGEST) -> str:
-    """``text``, the middle left out where it is longer than ``most`` characters: input is quoted, not repeated."""
+    """``text``, without its middle if it is longer than ``most`` characters."""
     if len(text) <= most:
         return text
     left = f" ...({len(text) - most:,} characters left out)... "
@@ -161,7 +161,7 @@ def shorten(text: str, most: int = _LONGEST) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Does not build the whole text of what is large."""
+    """Does not build the whole text of a large value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class _Short(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """``repr(value)`` for an error message, of bounded length whatever the value is."""
+    """``repr(value)`` for an error message, of bounded length for any value."""
     try:
         return shorten(_Short().repr(value))
     except Exception:  # a repr of its own that fails, an int of more digits than Python prints

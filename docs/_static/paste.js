@@ -1,5 +1,5 @@
-// Troubleshooting: shows the rows of the page's tables whose words, in their order, are in what is pasted; where there
-// are none, those that have what is typed.
+// Troubleshooting: shows the rows whose words are, in their order, in the pasted text. If there are none, shows the rows
+// that contain the text. Types of errors, the page's last table, come after all other rows.
 "use strict";
 
 document.addEventListener("DOMContentLoaded", () => {
@@ -8,12 +8,12 @@ document.addEventListener("DOMContentLoaded", () => {
   const input = document.createElement("textarea");
   const output = document.createElement("div");
   const label = document.createElement("label");
-  label.append("Paste what you saw, with its traceback if there is one. It stays in your browser.", input);
+  label.append("Paste the error, with its traceback if there is one. The text stays in your browser.", input);
   Object.assign(input, { rows: 6, spellcheck: false });
   output.setAttribute("aria-live", "polite");
   box.append(label, output);
 
-  // As one line in small letters, without a terminal's colours and what torchrun or srun writes before a rank's lines.
+  // One line in small letters, without a terminal's colours and the prefixes that torchrun and srun write.
   const normal = (text) =>
     text
       .replace(/\x1b\[[\d;]*m/g, "")
@@ -24,14 +24,15 @@ document.addEventListener("DOMContentLoaded", () => {
   const rows = [];
   for (const row of document.querySelectorAll("table tbody tr")) {
     const [message, meaning, action] = row.cells;
+    const isType = row.closest("#types-of-errors") !== null;
     for (const code of message.querySelectorAll("code")) {
       const words = normal(code.textContent);
       const parts = words.split("...").map((part) => part.trim()).filter(Boolean);
-      rows.push({ words, parts, size: parts.join("").length, code, meaning, action });
+      rows.push({ words, parts, size: isType ? 0 : parts.join("").length, code, meaning, action });
     }
   }
 
-  // Where one part after the other is found, from the left.
+  // Whether all parts are found, one after the other.
   const holds = (text, parts) => {
     let from = 0;
     return parts.every((part) => {
@@ -52,7 +53,7 @@ document.addEventListener("DOMContentLoaded", () => {
       .slice(0, 5);
     output.replaceChildren();
     if (!text) return;
-    if (!found.length) output.append("No row has these words. The end of the text, with the error's name, is what counts.");
+    if (!found.length) output.append("No row has these words. Paste the end of the text, with the name of the error. If that is there: the message itself says what was given, what was expected and what to do.");
     for (const { code, meaning, action } of found) {
       const item = document.createElement("section");
       const title = document.createElement("p");
