@@ -1,6 +1,6 @@
 """Writes docs/loops.md: the training loops that the tests run over FSDP's collectives and under ODC.
 
-``.venv/bin/python docs/write_loops.py``; a test fails where the page is not what this writes.
+Run ``.venv/bin/python docs/write_loops.py``. A test fails if the page differs from its output.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from fsdp_scripts.run import Case  # noqa: E402
 _HEAD = """\
 # Loops
 
-{number} training loops that the tests run twice on the same ranks: over FSDP's collectives, and with one line more,
-`odc.patch_fsdp(model)`. Losses, gradients, norms and parameters are compared, each rank its own part: bit by bit where
-sums have one order, else within the tolerance. Is a loop like yours among them? The names are those of the tests
+The tests run these {number} training loops twice on the same ranks: over FSDP's collectives, and with one more line,
+`odc.patch_fsdp(model)`. They compare losses, gradients, norms and parameters on each rank: bit by bit if sums have one
+order, otherwise within the tolerance shown. Look for a loop like yours. Names are those in the tests
 ([FSDP2](../tests/fsdp/test_fsdp2_scripts.py), [FSDP1](../tests/fsdp/test_fsdp1_scripts.py),
-[weights that change](../tests/fsdp/test_changing_scripts.py)); [the loops themselves](../tests/rigs/fsdp_scripts).
+[changing weights](../tests/fsdp/test_changing_scripts.py)); [the code of the loops](../tests/rigs/fsdp_scripts).
 
-Two things differ from plain FSDP on purpose:
+Two differences from plain FSDP are intended:
 
-- From patching on, and after `zero_grad()`, a `.grad` is not None but the coming gradient
-  ([what that is](quickstart.md#what-grad-is)).
-- Plain FSDP2 leaves the parameters of the root full behind an evaluation, until the next backward. What clips or clears
-  `model.parameters()` then finds no gradients of the root; and if the script steps before that backward, the next
-  forward computes with the root of before the step. Under ODC an evaluation changes nothing, as in one process
+- After `patch_fsdp` and after `zero_grad()`, `.grad` is not None. It stands for the gradient to come
+  ([details](quickstart.md#what-grad-is)).
+- After an evaluation, plain FSDP2 leaves the root's parameters gathered until the next backward. Clipping or clearing
+  `model.parameters()` then misses the root's gradients. If the script steps before that backward, the next forward uses
+  the root's old parameters. Under ODC an evaluation changes nothing
   ([test](../tests/fsdp/test_evaluation_alone.py)).
 
-Beside them there are [108 combinations of options](conformance.md), and generated scripts (`odc bench parity`).
+See also [108 combinations of options](conformance.md) and generated scripts (`odc bench parity`).
 """
 
 
@@ -46,10 +46,10 @@ def page() -> str:
     elsewhere = {*fsdp1.PAIRS, *changing.FSDP1_CASES}
     of_gradients = {name: case for name, case in fsdp1.CASES.items() if name not in elsewhere}
     groups: list[tuple[str, Mapping[str, Case], Mapping[str, Case]]] = [
-        ("What is done with gradients, and when", fsdp2.LOOPS, of_gradients),
+        ("Gradients: clipping, clearing, accumulating", fsdp2.LOOPS, of_gradients),
         ("Models, and when their units are gathered and pushed", fsdp2.MODELS | fsdp2.COMPILED, {}),
         ("Weights that change between steps", changing.CASES, changing.FSDP1_CASES),
-        ("Replicas (HSDP), four ranks that pose as two hosts", {**fsdp2.HYBRID, **fsdp2.FURTHER_HYBRID}, {}),
+        ("Replicas (HSDP): four ranks that act as two hosts", {**fsdp2.HYBRID, **fsdp2.FURTHER_HYBRID}, {}),
     ]
     number = sum(len(ours) + len(theirs) for _, ours, theirs in groups) + len(fsdp1.PAIRS)
     parts = [_HEAD.format(number=number)]
@@ -75,8 +75,8 @@ def _equality(case: Case | None) -> str:
 
 
 def _pairs() -> Iterator[str]:
-    yield "## Everything else a loop may do, in pairs\n"
-    yield "Each pair of these values is in one of the loops. All of them run with `-m extended`, under both FSDPs.\n"
+    yield "## All pairs of other choices\n"
+    yield "One of these loops has each pair of values. `-m extended` runs all of them under FSDP1 and FSDP2.\n"
     yield from _table(list(pairs.FACTORS), [list(map(_word, loop.values())) for loop in pairs.covering(pairs.FACTORS)])
 
 

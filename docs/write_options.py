@@ -1,6 +1,6 @@
-"""Writes docs/options.md: every environment variable, and every option of the ``odc`` command, from the code.
+"""Writes docs/options.md: all environment variables and all options of the ``odc`` command, from the code.
 
-``.venv/bin/python docs/write_options.py``; a test fails where the page is not what this writes.
+Run ``.venv/bin/python docs/write_options.py``. A test fails if the page differs from its output.
 """
 
 from __future__ import annotations
@@ -25,44 +25,48 @@ VARIABLES = {
     config.TRANSPORT: ('"auto"', "Name of a transport; overrides `transport=` and `--transport`."),
     config.STAGING: (
         '"auto"',
-        "`on`: FSDP2 copies what is gathered and pushed through flat buffers, as for collectives, instead of gathering "
-        "into parameters and pushing out of gradients. For comparisons, and should that ever go wrong.",
+        "`on`: FSDP2 copies parameters and gradients through flat buffers, as it does for collectives. By default ODC "
+        "gathers into parameters and pushes from gradients directly. For comparisons and to rule out a fault.",
     ),
     config.SHARE: (
         '"auto"',
-        "`on`, `off`, `auto` or a number of bytes: whether [the ranks of a host share]"
+        "`on`, `off`, `auto` or a number of bytes per rank: whether [the ranks of a host share]"
         "(hosts.md#two-hosts-without-infiniband) parameters and gradients; overrides `share_in_host=` and "
         "`--share-in-host`.",
     ),
     config.ACCUMULATE: ('"auto"', "`direct`, `daemon` or `auto`; overrides `accumulate=` and `--accumulate`."),
     config.TIMEOUT: (
         "600",
-        "Seconds without progress of the awaited rank until a wait fails; overrides `timeout_s=`, `--timeout`.",
+        "Seconds without progress of another rank before a wait fails; overrides `timeout_s=` and `--timeout`.",
     ),
     config.ADDRESS: (
-        "found out",
-        "This host's IP address in the network that all hosts share, where it has several. Differs between hosts.",
+        "detected",
+        "This host's IP address in the network that all hosts share. Needed if a host has several networks. Differs "
+        "between hosts.",
     ),
-    config.TRANSFERS: ("none", "A file of `odc bench gpu`: when a kernel is faster than copy engines on this machine."),
-    config.HOST_ID: ("detected", "Pretend to be another host: ranks of one machine pose as several. For trials."),
+    config.TRANSFERS: (
+        "none",
+        "A file written by `odc bench gpu`: the sizes at which a kernel copies faster than copy engines.",
+    ),
+    config.HOST_ID: ("detected", "Lets ranks of one machine act as several hosts. For tests."),
     config.FAULT: (
         "none",
-        "A fault to inject, e.g. `rank=1,point=scatter.after_chunk,at=3,do=kill`. For trials "
+        "A fault to inject, e.g. `rank=1,point=scatter.after_chunk,at=3,do=kill`. For tests "
         "([reliability](reliability.md)).",
     ),
 }
 OTHERS_VARIABLES = {
-    "MASTER_ADDR": "torchrun's first host. On the way to it, a host's own address is found.",
-    "NVSHMEM_LIB_DIR": "Where NVSHMEM's libraries are, if not in the Python package.",
-    config.NVSHMEM_HEAP: "Size of NVSHMEM's heap. ODC sets it to what the model needs, unless you have.",
-    config.NVSHMEM_IBGDA: "Refused where it is on: gradients would be lost without an error.",
+    "MASTER_ADDR": "torchrun's first host. ODC uses the network that leads to it.",
+    "NVSHMEM_LIB_DIR": "The folder of NVSHMEM's libraries, if it is not in the Python package.",
+    config.NVSHMEM_HEAP: "Size of NVSHMEM's heap. If it is not set, ODC sets the size that the model needs.",
+    config.NVSHMEM_IBGDA: "ODC refuses to run if this is on: gradients would be lost without an error.",
 }
 
 _HEAD = """\
 # Options and environment variables
 
-A variable wins over an argument or an option, and those over the default: who runs a job can change a limit without
-an edit of the script. Set variables identically on all ranks unless a row says otherwise.
+A variable overrides an argument or an option, so a limit can be changed without editing the script. Set variables
+identically on all ranks unless a row says otherwise.
 """
 
 
@@ -80,8 +84,8 @@ def _variables() -> Iterator[str]:
     yield "## Variables of others that ODC reads\n"
     yield from _table(("variable", "what it does"), ((f"`{name}`", text) for name, text in OTHERS_VARIABLES.items()))
     yield (
-        "`RANK`, `WORLD_SIZE`, `LOCAL_RANK` and the others that torchrun sets tell `odc run` who it is. `odc doctor` "
-        "also explains those that it finds of: "
+        "`odc run` also reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and the others that torchrun sets. `odc doctor` "
+        "explains these variables if they are set: "
         + ", ".join(f"`{name}`" for name in config.FOREIGN if name not in OTHERS_VARIABLES)
         + ".\n"
     )
@@ -91,7 +95,7 @@ def _run() -> Iterator[str]:
     yield "## `odc run`\n"
     yield (
         "`odc run [options] [-m] script.py [arguments of the script]`. All other options are torchrun's "
-        "(`odc run -h` lists them); `torchrun ... -m odc.run [options] script.py` takes the same.\n"
+        "(`odc run -h` lists them). `torchrun ... -m odc.run [options] script.py` accepts the same options.\n"
     )
     actions = (action for action in odc_options()._actions if action.help != "==SUPPRESS==")
     yield from _table(
@@ -124,8 +128,8 @@ def _commands() -> Iterator[str]:
 def _bench() -> Iterator[str]:
     yield "## `odc bench`\n"
     yield (
-        "`odc bench list` names the benchmarks, what each measures, how long it takes and what it needs. "
-        "`odc bench NAME -h` lists the options of one; these are of all, `--plot` where there is a picture:\n"
+        "`odc bench list` shows for each benchmark what it measures, how long it takes and what it needs. "
+        "`odc bench NAME -h` lists its options. All benchmarks have these (`--plot` only if there is a picture):\n"
     )
     shared = ("quick", "json", "plot")
     parameters = inspect.signature(command_of("primitives")).parameters
@@ -136,7 +140,7 @@ def _bench() -> Iterator[str]:
     )
     yield (
         "`odc bench compare BEFORE.json AFTER.json` shows two results side by side; `odc bench figures [--check]` "
-        "writes the committed ones into the documents.\n"
+        "writes the figures of committed results into the documents.\n"
     )
 
 
@@ -161,7 +165,7 @@ def _default(value: object) -> str:
 
 
 def _sentence(text: str) -> str:
-    """For a cell: begun large, ended by a point."""
+    """``text`` for a cell, with a capital at the beginning and a full stop at the end."""
     words = " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
     words = re.sub(r"(?<![\w`-])(--[a-z][a-z-]*)", r"`\1`", words)
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", ")")) else ".")

@@ -22,7 +22,7 @@ MEANINGS = {
     "bf16": "`param_dtype` and `reduce_dtype` bfloat16",
     "full": "`FULL_SHARD`, `reshard_after_forward=True`; 2 ranks",
     "grad-op": "`SHARD_GRAD_OP`, `reshard_after_forward=False`; 2 ranks",
-    "hybrid": "`HYBRID_SHARD`, a 2-D mesh; 4 ranks that pose as 2 hosts: 2 replicas of 2 shards",
+    "hybrid": "`HYBRID_SHARD`, a 2-D mesh; 4 ranks that act as 2 hosts: 2 replicas of 2 shards",
     "1": "one microbatch per optimizer step",
     "4": "four microbatches, each of them synchronized",
     "4-no-sync": "four microbatches, the first three under `no_sync()` or `set_requires_gradient_sync(False)`",

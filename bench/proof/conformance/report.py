@@ -14,22 +14,21 @@ from odc.bench.proof.conformance.training import STEPS
 COMMAND = "odc bench conformance --json bench/results/conformance.json --markdown docs/conformance.md"
 QUANTITIES = ("losses", "gradients", "parameters")
 _INTRODUCTION = f"""\
-A cell is one way to train by FSDP: {STEPS} steps of AdamW on a small transformer, over FSDP's gloo collectives and once
-more after `session = odc.patch_fsdp(model)`. Ranks have data of their own, and equally many microbatches, which plain
-FSDP needs. A cell has *passed* if
+A cell is one FSDP configuration. It trains a small transformer for {STEPS} steps of AdamW, once over FSDP's gloo
+collectives and once after `session = odc.patch_fsdp(model)`. Each rank has its own data. All ranks have the same number
+of microbatches, which plain FSDP needs. A cell has *passed* if ODC was used in all {STEPS} minibatches on each rank, and
 
 - the mean loss of every step,
-- every gradient as the first `optimizer.step` finds it, and the norm that clipping finds in every step,
+- every gradient at the first `optimizer.step` and the norm at every clipping,
 - every parameter after the last step
 
 differ by at most {TOLERANCES["fp32"]:g} (fp32) or {TOLERANCES["bf16"]:g} (bf16) of the largest absolute value in their
-tensor, and ODC was at work in all {STEPS} minibatches on every rank. It is *refused* if `patch_fsdp` raises
-`odc.UnsupportedError`, else *failed*. In bf16 FSDP rounds sums of gradients to bfloat16; ODC sums in float32.
+tensor. A cell is *refused* if `patch_fsdp` raises `odc.UnsupportedError`, otherwise *failed*. In bf16, FSDP rounds
+sums of gradients to bfloat16; ODC sums in float32.
 """
 _CELLS = """\
-A number is the largest error of a cell that has passed, 0 is equality; columns are
-accumulation and clipping. The errors of losses, gradients and parameters by themselves are in the
-[committed result](../bench/results/conformance.json).
+A number is the largest error of a passed cell; 0 means equal. Columns are accumulation and clipping. Separate errors of
+losses, gradients and parameters are in the [committed result](../bench/results/conformance.json).
 """
 ROW = ("FSDP", "precision", "sharding")  # the axes of a row; the others make its columns
 COLUMNS = list(itertools.product(*(values for axis, values in AXES.items() if axis not in ROW)))
@@ -42,7 +41,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def write_markdown(path: Path, outcomes: Sequence[Outcome], environment: Mapping[str, object]) -> None:
-    """The table of cells, with what its words mean."""
+    """Write the table of cells and an explanation of its words to ``path``."""
     parts = [
         "# Conformance with FSDP\n",
         f"**{summary(outcomes)}** (torch {environment['torch']}, {environment['date']}). Regenerate with\n",
@@ -78,7 +77,7 @@ def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
 
 
 def _entry(outcome: Outcome) -> str:
-    """The largest error, or what became of the cell instead."""
+    """The largest error, or the status of a cell that has not passed."""
     errors = [error for error in (getattr(outcome, q) for q in QUANTITIES) if error is not None]
     return _number(max(errors)) if outcome.status == "passed" else outcome.status
 
