@@ -28,11 +28,14 @@ Model = Annotated[
     ),
 ]
 DeviceName = Annotated[
-    Literal["a100", "h100", "h200", "b200"], typer.Option("--device", help="For seconds and memory.")
+    Literal["a100", "h100", "h200", "b200"],
+    typer.Option("--device", help="The device whose speed and memory are used for estimates."),
 ]
-Mfu = Annotated[float, typer.Option("--mfu", min=0.01, max=1.0, help="Achieved over peak FLOPs.")]
+Mfu = Annotated[
+    float, typer.Option("--mfu", min=0.01, max=1.0, help="Model FLOPs utilization: achieved over peak FLOPs.")
+]
 Recompute = Annotated[
-    bool, typer.Option("--recompute/--no-recompute", help="Whether the backward computes activations anew.")
+    bool, typer.Option("--recompute/--no-recompute", help="Whether activations are recomputed in the backward.")
 ]
 Timings = Annotated[
     Path | None,
@@ -43,7 +46,7 @@ MicrobatchCost = Annotated[
     typer.Option(
         "--microbatch-cost",
         min=0.0,
-        help="Seconds that a microbatch takes beside its samples; default: what --timings show, else 0.",
+        help="Fixed seconds per microbatch, in addition to its samples; default: from --timings, else 0.",
         show_default=False,
     ),
 ]
@@ -56,15 +59,15 @@ Field = Annotated[
     typer.Option(
         "--field",
         help="Field (column) of the samples: length, tokens, text or a chat; repeatable, e.g. for a prompt and its "
-        "completion. Default: the first known, and what a chat template shows beside them.",
+        "completion. Default: the first known field, and further fields that a chat template renders.",
         show_default=False,
     ),
 ]
 Tokenizer = Annotated[Path | None, typer.Option("--tokenizer", help="A tokenizer.json, to count tokens of text.")]
 CharsPerToken = Annotated[
-    float, typer.Option("--chars-per-token", min=0.1, help="To estimate tokens of text without a tokenizer.")
+    float, typer.Option("--chars-per-token", min=0.1, help="Used to estimate the tokens of text without a tokenizer.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the shuffle.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the shuffle.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Draw pictures into this file (.png, .svg, .pdf).")]
 
@@ -76,8 +79,8 @@ GatherMs = Annotated[
     typer.Option(
         "--gather-ms",
         min=0.0,
-        help="Time to gather one layer with collectives; default: that of its bytes over NVLink, for up to 8 ranks "
-        "without --timings, else 0.",
+        help="Time to gather one layer with collectives; default: computed from its bytes over NVLink, for up to 8 "
+        "ranks without --timings, else 0.",
         show_default=False,
         **_TRUTH,
     ),
@@ -94,10 +97,11 @@ ScatterMs = Annotated[
 ]
 OdcSlower = Annotated[
     float,
-    typer.Option("--odc-slower", min=0.0, help="ODC's transfers in a host take so many times as long.", **_TRUTH),
+    typer.Option("--odc-slower", min=0.0, help="Factor by which ODC's transfers within a host take longer.", **_TRUTH),
 ]
 Overlap = Annotated[
-    float, typer.Option("--overlap", min=0.0, max=1.0, help="Part of transfers that compute can hide.", **_TRUTH)
+    float,
+    typer.Option("--overlap", min=0.0, max=1.0, help="Fraction of transfer time that compute can hide.", **_TRUTH),
 ]
 
 _HOSTS: dict[str, Any] = {"rich_help_panel": "Several hosts"}
@@ -107,9 +111,9 @@ Hosts = Annotated[
     typer.Option(
         "--hosts",
         min=1,
-        help="The ranks are on so many hosts. Policies are compared for what FSDP and ODC do there by themselves: full "
-        "sharding, and parameters and gradients shared in each host. Then the best ones, for each way to shard; with "
-        "HSDP, FSDP all-reduces in the last microbatch only (set_requires_all_reduce), and nothing hides that.",
+        help="Number of hosts. Policies are compared with what FSDP and ODC do by default: full sharding, and "
+        "parameters and gradients shared in each host. Then the best policies are compared for each way to shard. With HSDP, FSDP "
+        "all-reduces in the last microbatch only (set_requires_all_reduce), and nothing hides that.",
         **_HOSTS,
     ),
 ]
@@ -118,8 +122,8 @@ Between = Annotated[
     typer.Option(
         "--between",
         metavar="BANDWIDTH",
-        help="What a host receives from the others while it sends as much, per second: 100Gb (bits) or 12.5GB (bytes). "
-        "Default: an InfiniBand port for each device.",
+        help="Bandwidth per host and direction, per second: 100Gb (bits) or 12.5GB (bytes). Default: one InfiniBand "
+        "port per device.",
         show_default=False,
         **_HOSTS,
     ),
@@ -136,9 +140,9 @@ Modalities = Annotated[
         help="An encoder; NAME is the field of the samples that lists its items. Repeatable. "
         "Its cost: layers=, hidden=, ffn= and gated (three matrices in an MLP); or FLOPs linear= and quadratic=, per "
         "token and per squared token, forward and backward; or timings=FILE, a CSV of measured 'length,seconds'. "
-        "Besides: rate= (tokens per row, for items of which only the length in the encoder is there), layout= (packed, "
-        "padded or padded-attention), max-tokens= (of a microbatch), frozen, bytes= (of an item per token; default: "
-        "588, 14 x 14 pixels).",
+        "Further keys: rate= (encoder tokens per row, for items without a number of rows), layout= (packed, padded or "
+        "padded-attention), max-tokens= (per microbatch), frozen, bytes= (of an item per token; default: 588, 14 x 14 "
+        "pixels).",
         show_default=False,
         **_MODALITIES,
     ),
@@ -148,7 +152,8 @@ RanksPerNode = Annotated[
     typer.Option(
         "--ranks-per-node",
         min=1,
-        help="Keep what moves within nodes of so many ranks, and count the rest. Also of --rollouts.",
+        help="Ranks per node. Data moves within nodes if possible; traffic between nodes is counted. Also for "
+        "--rollouts.",
         **_MODALITIES,
     ),
 ]
@@ -156,8 +161,8 @@ Rollouts = Annotated[
     bool,
     typer.Option(
         "--rollouts",
-        help="Samples are rollouts: each is on some rank before lengths are known. Plans keep them there as far as the "
-        "policy can, and what moves is counted.",
+        help="Samples are rollouts: each is on a rank before its length is known. Plans keep samples on their ranks as "
+        "far as the policy can; the samples that move are counted.",
     ),
 ]
 
@@ -168,10 +173,9 @@ ContextParallel = Annotated[
     typer.Option(
         "--context-parallel",
         metavar="SIZES",
-        help="Compare groups of so many devices, e.g. 1,2,4,8, which run the same microbatches, each a slice of every "
-        "sample. A group gets as many samples per step as its devices together (--minibatch-size is per device), and "
-        "microbatches as large as they hold together. Attention is taken to be divided evenly; keys and values are "
-        "exchanged by an all-gather in each layer, and nothing hides that.",
+        help="Compare groups of these sizes, e.g. 1,2,4,8. The devices of a group run the same microbatches, each a "
+        "slice of every sample. --minibatch-size and the memory for a microbatch are per device, so they grow with the "
+        "group. The estimate divides attention evenly and all-gathers keys and values in each layer, not hidden.",
         show_default=False,
         **_GROUPS,
     ),
@@ -180,8 +184,8 @@ Link = Annotated[
     str,
     typer.Option(
         "--link",
-        help="What keys and values cross: nvlink, pcie or infiniband at the speed of the data sheet, or what you have "
-        "measured, in GB/s that a device receives. One for all groups, or with commas one for each.",
+        help="Link that carries keys and values: nvlink, pcie or infiniband (speed of the data sheet), or the measured "
+        "GB/s that a device receives. One for all groups, or one for each, separated by commas.",
         **_GROUPS,
     ),
 ]

@@ -44,11 +44,11 @@ _TEXT_ONLY = (
 def plan(
     context: typer.Context,
     lengths: options.Lengths,
-    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks, a device each.")] = 8,
+    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks, one device each.")] = 8,
     minibatch_size: Annotated[int, typer.Option("--minibatch-size", min=1, help="Samples per rank and step.")] = 4,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", min=1, help="Most tokens of a microbatch on a device; default: longest sample."),
+        typer.Option("--max-tokens", min=1, help="Maximum tokens per microbatch on a device; default: longest sample."),
     ] = None,
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut samples longer than --max-tokens.")] = False,
     model: options.Model = "qwen2.5-7b",
@@ -71,9 +71,11 @@ def plan(
     overlap: options.Overlap = 1.0,
     hosts: options.Hosts = 1,
     between: options.Between = None,
-    minibatches: Annotated[int, typer.Option("--minibatches", min=1, help="Plan at most so many.")] = 200,
+    minibatches: Annotated[
+        int, typer.Option("--minibatches", min=1, help="Maximum number of minibatches to plan.")
+    ] = 200,
     samples: Annotated[
-        int, typer.Option("--samples", min=1, help="How many samples to take of a length law; of files, all are read.")
+        int, typer.Option("--samples", min=1, help="Samples to draw from a length law. Files are read completely.")
     ] = 10_000,
     field: options.Field = None,
     tokenizer: options.Tokenizer = None,
@@ -82,8 +84,8 @@ def plan(
         bool,
         typer.Option(
             "--reorder/--no-reorder",
-            help="Compare orders, too, that change which samples share a step: like lengths grouped "
-            "(group_by_length of transformers), and packing as TRL does it (bfd).",
+            help="Also compare orders that change which samples share a step: similar lengths grouped "
+            "(group_by_length of transformers), and TRL's packing (bfd).",
         ),
     ] = True,
     seed: options.Seed = 0,

@@ -62,26 +62,27 @@ def patch_fsdp(
     share_in_host: str | float = "auto",
     timeout_s: float = 600.0,
 ) -> Session:
-    """Replace the collectives of an FSDP model by on-demand communication. Collective over the model's mesh.
+    """Replace the collectives of an FSDP model with on-demand communication. Collective over the model's mesh.
 
-    The script keeps its forward, backward, clipping, optimizer and numbers (to the rounding of a sum in another
-    order). A minibatch ends by itself where the script first asks for gradients: clipping, unscaling, using the
+    The script keeps its forward, backward, clipping and optimizer, and results change only by rounding (sums have
+    another order). A minibatch ends automatically when the script first uses gradients: clipping, unscaling, using the
     data of a ``.grad``, or ``optimizer.step``. Until then each rank may run any number of microbatches, also none.
 
     Args:
         model: sharded by ``torch.distributed.fsdp.fully_shard`` (FSDP2) or wrapped in ``FullyShardedDataParallel``.
-        transport: "auto" or the name of a transport.
+        transport: "auto", the name of a transport, or "package.module:Class".
         accumulate: "direct", "daemon" or "auto"; see :class:`odc.RuntimeConfig`.
         accumulate_dtype: dtype of gradient sums: float32 or float64; always float64 for float64 gradients.
-        deterministic: bit-equal gradients whatever the timing, for one full gradient of memory per rank.
-        share_in_host: "on", "off", "auto" or a number of bytes: whether the ranks of a host share parameters and
-            gradients, where they are on several hosts; see :class:`odc.RuntimeConfig`.
+        deterministic: gradients are the same in every run, bit for bit; needs one more full gradient of memory per
+            rank.
+        share_in_host: "on", "off", "auto" or a number of bytes: with several hosts, whether the ranks of a host share
+            parameters and gradients; see :class:`odc.RuntimeConfig`.
         timeout_s: seconds without progress of another rank before a wait fails. ``ODC_TIMEOUT`` overrides it.
 
     Raises:
-        UnsupportedError: the model uses an option that is not supported yet; on all ranks.
-        SetupError: the ranks differ, or a resource is missing; on all ranks.
-        ConfigError, ValueError: an argument cannot be used.
+        UnsupportedError: the model uses an option that is not supported. Raised on all ranks.
+        SetupError: the ranks differ, or a resource is missing. Raised on all ranks.
+        ConfigError, ValueError: an argument has an invalid value.
 
     Example:
         >>> session = odc.patch_fsdp(model)  # behind fully_shard(model)

@@ -40,25 +40,25 @@ logger = logging.getLogger("odc")
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank. Print it."""
+    """Memory of this rank in bytes; print it for a table."""
 
     parameters: int
-    """Shards as the optimizer holds them."""
+    """Parameter shards of the optimizer."""
     gradients: int
-    """``.grad``, where there is one now: from the end of a minibatch until the script clears it."""
+    """All current ``.grad``, which exist from the end of a minibatch until the script clears them."""
     published_shards: int
-    """Shards in the compute dtype, for the other ranks to read."""
+    """Shards in the compute dtype, which other ranks read."""
     sums: int
-    """One gradient shard per unit, in the accumulators' dtype, where the ranks' gradients are added up; with
-    ``deterministic=True`` one for each rank."""
+    """Sums of gradients: one gradient shard per unit, in the accumulators' dtype; with ``deterministic=True`` one for
+    each rank."""
     slots: int
-    """Where clients leave pushes for a daemon."""
+    """Slots, in which other ranks leave gradients that this rank adds."""
     transport: int
-    """What the transport rounds up to, and its staging memory."""
+    """Rounding of allocations, and staging memory of the transport."""
 
     @property
     def overhead(self) -> int:
-        """How much more than plain FSDP: all of ODC's buffers."""
+        """Bytes that plain FSDP does not need: all of ODC's buffers."""
         return self.published_shards + self.sums + self.slots + self.transport
 
     def as_dict(self) -> dict[str, int]:
@@ -80,11 +80,11 @@ class Connection(NamedTuple):
 
 
 class Session:
-    """ODC at work in one model. Made by :func:`patch_fsdp`.
+    """The connection between one patched model and ODC. :func:`patch_fsdp` returns it.
 
-    A minibatch, the microbatches of one optimizer step, ends by itself when the script clips gradients, unscales them
-    or steps an optimizer that holds parameters of the model. Every rank must come to that point, also one that had no
-    microbatch. :meth:`minibatch` and :meth:`finish` say it explicitly.
+    A minibatch is the microbatches of one optimizer step. It ends automatically when the script clips gradients,
+    unscales them, or steps an optimizer that has parameters of the model. Every rank must do this, also one that had no
+    microbatch. :meth:`minibatch` and :meth:`finish` end a minibatch explicitly.
 
     Example:
         >>> session = odc.patch_fsdp(model)
@@ -110,7 +110,7 @@ class Session:
         self.on_finish: Callable[[], None] | None = None
         """Called at the end of each minibatch, before this rank waits for the others."""
         self.last_minibatch: MinibatchStats | None = None
-        """The one that has ended last; None before the first end, and where a shard group of one rank has none."""
+        """The last minibatch that has ended; None before the first end, and if the shard group has one rank."""
         self._observers: list[Callable[[MinibatchStats], object]] = []
         self._take(connection)
         self._ended_s, self._before = time.monotonic(), self.stats()
@@ -133,7 +133,7 @@ class Session:
         self._turns = Turns(self._units, runtime, self._publisher)
 
     def start(self, model: nn.Module) -> None:
-        """Publish the parameters as they are and enter the model. Called by :func:`patch_fsdp`."""
+        """Publish the current parameters and intercept the model. Called by :func:`patch_fsdp`."""
         self._model = weakref.ref(model)
         self._publisher.publish_all(lockstep=True)
         for index, unit in enumerate(self._units):
@@ -188,7 +188,7 @@ class Session:
         return True
 
     def describe(self) -> str:
-        """One line for people: what was patched."""
+        """One line of text that says what was patched."""
         if not self._units:
             return "nothing to communicate in a shard group of one rank"
         ways = "".join(dict.fromkeys(f", {unit.staging}" for unit in self._units if unit.staging))
@@ -198,11 +198,11 @@ class Session:
 
     @contextmanager
     def minibatch(self) -> Iterator[None]:
-        """Around the microbatches of one optimizer step; on exit every ``.grad`` is final.
+        """A context manager for the microbatches of one optimizer step. On exit every ``.grad`` is final.
 
-        Ranks enter and leave at their own pace and may run different numbers of microbatches, none included. Gradients
-        are not final inside: clip, unscale, step and read ``.grad`` behind it. An exception inside is reported to the
-        other ranks before it goes on.
+        Ranks enter and leave at different times and may run different numbers of microbatches, also none. Inside the
+        block gradients are not final: clip, unscale, step and read ``.grad`` after it. An exception inside is reported
+        to the other ranks and then raised.
         """
         self._require_open()
         self._begin()
@@ -218,13 +218,13 @@ class Session:
             self.finish()
 
     def finish(self, step: UnitStep | None = None) -> None:
-        """End the minibatch: gradients are final when this returns.
+        """End the minibatch. Gradients are final when this returns.
 
-        Every rank must come here once per optimizer step, also one that ran no microbatch. Clipping, unscaling,
-        ``optimizer.step`` and using the data of a ``.grad`` after a backward do it by themselves.
+        Every rank must do this once per optimizer step, also one that ran no microbatch. Clipping, unscaling,
+        ``optimizer.step`` and using the data of a ``.grad`` after a backward do it automatically.
 
         Args:
-            step: for :func:`odc.step_by_unit`.
+            step: used by :func:`odc.step_by_unit`.
         """
         self._require_open()
         if any(unit.is_summoned for unit in self._units):
@@ -247,11 +247,11 @@ class Session:
         self._end_minibatch(EndKind.USE, step)
 
     def discard(self) -> None:
-        """Throw away the gradients of this minibatch, on all ranks, instead of using them in a step.
+        """Drop the gradients of this minibatch on all ranks instead of using them in a step.
 
-        Every rank must call it, in place of clipping and stepping (``if loss_is_bad_anywhere: session.discard()``).
-        What was in ``.grad`` before the minibatch stays there. A rank that has run microbatches does the same when it
-        clears all of their gradients between backward and step; one that had none must say it.
+        Every rank must call this in place of clipping and stepping (``if loss_is_bad_anywhere: session.discard()``).
+        ``.grad`` keeps its value from before the minibatch. Clearing all gradients between backward and step does the
+        same on a rank that ran microbatches; a rank without microbatches must call this method.
         """
         self._end_minibatch(EndKind.DISCARD)
         self._publisher.publish_all(lockstep=True)
@@ -338,12 +338,12 @@ class Session:
     def publish(self) -> None:
         """Publish parameters that were changed outside ``optimizer.step``. Every rank must call it.
 
-        What is changed between steps is published by itself when a model is next used, on every rank (averages swapped
-        in for an evaluation, a frozen model moved towards another one, a ``load_state_dict``). This is for changes that
-        not all ranks see: through ``.data``, to parameters or elements of which a rank has none.
+        ODC publishes changes between steps automatically when the model is next used (averages swapped in for an
+        evaluation, a frozen model moved towards another one, ``load_state_dict``). Call this only for changes that ODC
+        cannot see on all ranks: those through ``.data``, and those of parameters or elements that not all ranks hold.
 
         Raises:
-            MisuseError: inside a minibatch. Nothing was changed.
+            MisuseError: a minibatch is open. Nothing was changed.
             ProtocolError: another rank did something else with this minibatch.
         """
         self._require_open()
@@ -357,13 +357,13 @@ class Session:
         self.publish_changed()
 
     def publish_changed(self, *, may_leave: bool = False, is_evaluation: bool = False) -> None:
-        """Publish anew, of all sessions of this process, what the script has changed since it was published: it is
-        about to use a model, or to wait for other ranks, which may be about to use one. They come to it, too. Why of
-        all: see PROTOCOL.md.
+        """Publish again, in all sessions of this process, the parameters that the script has changed since they were
+        published. Called before the script uses a model or waits for other ranks, which may be about to use one. The
+        other ranks do the same. PROTOCOL.md says why all sessions take part.
 
         Args:
-            may_leave: go on without, if nobody else comes.
-            is_evaluation: it is about to use this model, without a graph.
+            may_leave: continue without publishing if no other rank comes.
+            is_evaluation: the script is about to use this model without a graph.
         """
         sessions = {one._runtime: one for one in open_sessions() if not one._runtime.has_failed}
         for session in sessions.values():
@@ -403,7 +403,7 @@ class Session:
             unit.discard_gathered()
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether this is the session of ``module``, of a model around it, or of one in it."""
+        """Whether this is the session of ``module``, of a model that contains it, or of one that it contains."""
         root = self._model()
         return root is not None and (module in root.modules() or root in module.modules())
 
@@ -422,11 +422,11 @@ class Session:
             unit.expect_again()
 
     def exchange_items(self, channels: Sequence[str], *, capacity_bytes: int) -> ItemExchange:
-        """A way to move what is no parameter between the ranks of the model's shard group: outputs of encoders, say.
-        Where units are on several meshes, that of the mesh with the most ranks.
+        """Make an exchange for other data than parameters (outputs of encoders, for example) between the ranks of the
+        model's shard group. With units on several meshes, the ranks are those of the largest mesh.
 
-        Collective. What fails in it is heard in this session, and the other way round. The caller closes it, before the
-        session.
+        Collective. A failure in the exchange is reported in this session, and the reverse. The caller closes the
+        exchange before the session.
 
         Args:
             channels, capacity_bytes: see :meth:`odc.ItemExchange.create`.
@@ -484,32 +484,32 @@ class Session:
     # For people
 
     def stats(self) -> Stats:
-        """A copy of this rank's counters since patching."""
+        """A copy of this rank's counters since the model was patched."""
         return self.counters.since(Stats())
 
     @property
     def counters(self) -> Stats:
-        """The counters themselves, which outlive the session."""
+        """The counters themselves (no copy). They stay valid after the session is closed."""
         return self._runtime.stats
 
     def on_minibatch(self, call: Callable[[MinibatchStats], object]) -> Callable[[], None]:
-        """Call ``call`` at the end of each minibatch, when gradients are final. Returns what ends that.
+        """Call ``call`` at the end of each minibatch, when gradients are final. Returns a function that stops this.
 
-        What it raises comes out of the clipping or step that has ended the minibatch.
+        Exceptions of ``call`` are raised by the clipping or step that ended the minibatch.
         """
         self._observers.append(call)
         return lambda: self._observers.remove(call)
 
     def memory(self) -> MemoryReport:
-        """Where this rank's bytes are, and how many more they are than under plain FSDP."""
+        """This rank's memory by purpose, and how much more it is than under plain FSDP."""
         resident = [pair for unit in (*self._units, *self._alone.units) for pair in unit.resident()]
         parameters = sum(shard.nbytes for shard, _ in resident)
         gradients = sum(grad.nbytes for _, grad in resident if grad is not None)
         return MemoryReport(parameters, gradients, **self._runtime.memory())
 
     def start_timeline(self, timeline: Timeline | None = None) -> Timeline:
-        """Record what this rank does from now on, in ``timeline`` or a new one. Set ``timeline.minibatch`` in the loop
-        to number the spans."""
+        """Record the operations of this rank from now on, in ``timeline`` or a new one. Set ``timeline.minibatch`` in
+        the loop to number the spans."""
         return self._runtime.record_in(timeline or Timeline(self._runtime.topology.rank))
 
     @property
@@ -517,13 +517,13 @@ class Session:
         return self._runtime.transport_name
 
     def abort(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed; they raise at their next operation."""
+        """Tell the other ranks that this rank has failed. They raise at their next operation."""
         self._runtime.abort(error)
 
     def close(self) -> None:
-        """Give the model back to plain FSDP and release everything. Local, idempotent, never waits.
+        """Return the model to plain FSDP and free all resources. Local and idempotent; never waits.
 
-        Warns where that drops gradients: this rank has pushed some, and no step has used them.
+        Warns if this drops gradients that this rank has sent and no step has used.
         """
         if self._closed:
             return
@@ -573,10 +573,10 @@ class Session:
 
 
 def session_of(model: nn.Module) -> Session:
-    """The session of a patched model, or of the model that a module is part of; under ``odc run`` too.
+    """The session of a patched model, also under ``odc run``. ``model`` may be a part of it.
 
     Raises:
-        OdcError: the model is not patched, or not yet: ``odc run`` patches at the first forward.
+        OdcError: the model is not patched (yet): ``odc run`` patches at the first forward.
 
     Example:
         >>> session = odc.patch_fsdp(model)
@@ -599,8 +599,8 @@ def find_session(model: nn.Module) -> Session | None:
 
 
 def close_failed() -> None:
-    """Close the sessions of this process that have ended by an error, which a script has caught, as in a notebook or a
-    test suite: it is about to patch a model."""
+    """Close the sessions of this process that ended with an error. Called before a model is patched, since a script may
+    have caught the error (in a notebook or a test suite)."""
     for session in open_sessions():
         if session._runtime.has_failed:
             session.close()

@@ -39,29 +39,30 @@ def step_by_unit(
     norm_type: float = 2.0,
     skip_nonfinite: bool = False,
 ) -> torch.Tensor | None:
-    """End the minibatch with a step of each FSDP unit in turn, so that no more than one unit's gradients are in memory.
+    """End the minibatch with one optimizer step per FSDP unit, so that only one unit's gradients are in memory at a
+    time.
 
-    In place of clipping, ``optimizer.step()`` and ``zero_grad()``, with the same result. For each unit: its final
-    gradient is put into ``.grad``, clipped, used by its optimizers, freed; then the next one. Every rank must call it,
-    also one that had no microbatch. What fails in the middle ends the job on all ranks.
+    Use it in place of clipping, ``optimizer.step()`` and ``zero_grad()``; the result is the same. For each unit in
+    turn, the final gradient is put into ``.grad``, clipped, used by the optimizers and freed. Every rank must call this
+    function, also one that had no microbatch. A failure in the middle ends the job on all ranks.
 
     Args:
-        model: patched, or a part of a patched model: all of that steps.
-        optimizers: which together hold all trainable parameters: one, several, or by parameter. One of ``torch.optim``
-            without hooks may hold any of them; it steps once for each unit. Others must hold parameters of one unit
-            each. What they hold outside of all units steps last.
-        max_norm: scale the gradients down to this norm of all of them together, as ``clip_grad_norm_`` does. With
-            ``inf`` the norm is computed, and nothing scaled.
-        norm_type: p of the norm, or ``inf``.
-        skip_nonfinite: where the norm is not finite, take no step, on all ranks.
+        model: a patched model. If it is a part of one, the whole patched model steps.
+        optimizers: one, several, or a mapping by parameter; together they must hold all trainable parameters. An
+            optimizer of ``torch.optim`` without hooks may hold parameters of several units, and steps once for each
+            unit. Any other optimizer must hold parameters of one unit only. Parameters outside of all units step last.
+        max_norm: clip all gradients together to this norm, as ``clip_grad_norm_`` does. With ``inf`` the norm is
+            computed and nothing is scaled.
+        norm_type: the p of the p-norm, or ``inf``.
+        skip_nonfinite: if the norm is not finite, no rank takes a step.
 
     Returns:
         The norm before clipping, a tensor without dimensions; None without ``max_norm``.
 
     Raises:
         UnsupportedError: an optimizer holds parameters of several units, or of another patched model.
-        MisuseError: no optimizer holds some parameter, gradients of an earlier minibatch are in ``.grad``, or something
-            has asked for those of this one. As above nothing was changed.
+        MisuseError: a parameter is in no optimizer, ``.grad`` holds gradients of an earlier minibatch, or gradients of
+            this minibatch were used already. In both cases nothing was changed.
         OdcError: the model is not patched.
 
     Example:

@@ -31,63 +31,69 @@ def odc_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     group = parser.add_argument_group("on-demand communication")
     group.add_argument(
-        "--dry-run", action="store_true", help="say what would be patched, and stop after the first optimizer step"
+        "--dry-run", action="store_true", help="show what would be patched, and stop after the first optimizer step"
     )
     group.add_argument(
         "--transport",
         default="auto",
         help="name of a transport, or package.module:Class (default: the first that works)",
     )
-    group.add_argument("--accumulate", default="auto", choices=["auto", "direct", "daemon"], help="who adds gradients")
+    group.add_argument(
+        "--accumulate", default="auto", choices=["auto", "direct", "daemon"], help="how gradients are added"
+    )
     group.add_argument(
         "--share-in-host",
         default="auto",
         metavar="{auto,on,off,BYTES}",
-        help="on several hosts: ranks of a host share parameters and gradients, which then cross once a step; as many "
-        "units as take so many bytes of a rank (default: a half of its free memory)",
+        help="with several hosts: ranks of a host share parameters and gradients, so that each crosses hosts once per "
+        "step; BYTES limits the memory that this takes on a rank (default: half of its free memory)",
     )
     group.add_argument(
-        "--deterministic", action="store_true", help="bit-equal gradients whatever the timing, for more memory"
+        "--deterministic", action="store_true", help="the same gradients in every run, bit for bit; needs more memory"
     )
     group.add_argument(
         "--balance",
         metavar="POLICY",
-        help="share out the samples of each optimizer step of a transformers Trainer or TRL SFTTrainer by this policy "
+        help="balance the samples of each optimizer step of a transformers Trainer or TRL SFTTrainer with this policy "
         "of odc.balance (lb-mini, lb-micro, ...)",
     )
     group.add_argument(
         "--online",
         action="store_true",
-        help="the same without a policy, for samples whose lengths are known only once they are read, iterable "
-        "datasets too: ranks fill equal quotas of cost from pools of samples (needs --max-tokens)",
+        help="balance samples whose lengths are known only once they are read, also of iterable datasets: each rank "
+        "fills an equal quota of cost from a pool of samples (needs --max-tokens)",
     )
     group.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="with --balance or --online: tokens of a microbatch (--balance: by default the longest sample)",
+        help="with --balance or --online: maximum tokens per microbatch (default with --balance: the longest sample)",
     )
     group.add_argument(
-        "--pool-size", type=int, metavar="N", help="with --online: samples of a rank to choose from (default: 256)"
+        "--pool-size", type=int, metavar="N", help="with --online: samples in each rank's pool (default: 256)"
     )
     group.add_argument(
         "--late-binding",
         action="store_true",
-        help="with --balance lb-mini: ranks that are through before others take samples from these",
+        help="with --balance lb-mini: ranks that finish early take samples from slower ranks",
     )
     group.add_argument(
         "--timeline",
         type=os.path.abspath,
         metavar="FOLDER",
-        help="save there what each rank did in the last minibatches: a picture, and a trace for ui.perfetto.dev",
+        help="save what each rank did in the last minibatches, as a picture and as a trace for ui.perfetto.dev",
     )
     group.add_argument(
-        "--live", action="store_true", help="show each minibatch on the terminal: which ranks compute, which ones wait"
+        "--live", action="store_true", help="show in the terminal which ranks compute and which ones wait"
     )
-    group.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds of silence that are an error")
     group.add_argument(
-        "--traceback", action="store_true", help="where an error of ODC ends the script, say it with its traceback, too"
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds without progress of another rank before a wait fails",
     )
+    group.add_argument("--traceback", action="store_true", help="print the traceback of an error of ODC, too")
     group.add_argument("--launcher-tells", action="store_true", help=argparse.SUPPRESS)  # `odc run` says errors last
     return parser
 

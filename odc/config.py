@@ -52,7 +52,7 @@ ACCUMULATE_DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """Options of one runtime. The same on every rank; set-up compares them.
+    """Options of one runtime. They must be the same on every rank; set-up compares them.
 
     Example:
         >>> odc.RuntimeConfig(timeout_s=60.0).timeout_s
@@ -62,43 +62,45 @@ class RuntimeConfig:
     """
 
     transport: str = "auto"
-    """A transport's name, or a class of yours as "package.module:Class"; "auto": the first that works for all ranks."""
+    """A transport's name, or your own class as "package.module:Class". "auto": the first that works for all ranks."""
 
     accumulate: str = "auto"
-    """"direct": clients add into the owners' accumulators; "daemon": a thread of each owner adds what clients leave in
-    slots; "auto": direct where ranks share a host, on GPUs if all links have native atomics, gradients are not reduced
-    in bfloat16 and no measured :class:`~odc.engines.base.TransferTable` says otherwise."""
+    """How gradients are added. "direct": every rank adds into the owners' accumulators. "daemon": a thread of each
+    owner adds gradients that other ranks leave in slots. "auto": direct if all ranks share a host; on GPUs also only if
+    all links have native atomics, gradients are not reduced in bfloat16, and no measured
+    :class:`~odc.engines.base.TransferTable` says otherwise."""
 
     accumulate_dtype: torch.dtype = torch.float32
     """dtype of the accumulators: float32 or float64. Sums in a 16-bit dtype would depend on arrival order."""
 
     deterministic: bool = False
-    """Bit-equal gradients whatever the timing, for one more full gradient of memory per rank."""
+    """Gradients are the same in every run, bit for bit. Needs memory for one more full gradient per rank."""
 
     staging: str = "auto"
-    """"auto": units of FSDP2 are gathered straight into their parameters and pushed straight from their gradients,
-    where that can be; "on": through FSDP2's flat buffers."""
+    """"auto": FSDP2's units are gathered directly into parameters and pushed directly from gradients where possible.
+    "on": through FSDP2's flat buffers."""
 
     share_in_host: str | float = "auto"
-    """Where ranks are on several hosts. "on": those of a host share parameters and gradients, so that each of these
-    crosses hosts once a step; "off": each rank reads from and adds to all hosts. A number: as many units are shared as
-    this takes bytes of a rank. "auto": as a half of its free memory takes; none where that cannot be."""
+    """For ranks on several hosts. "on": the ranks of a host share parameters and gradients, so that each crosses hosts
+    once per step. "off": each rank reads from and adds to ranks of all hosts. A number: share only as many units as fit
+    into this many bytes of a rank. "auto": as many as fit into half of its free memory; none where sharing is not
+    possible."""
 
     timeout_s: float = 600.0
-    """Seconds without progress of the awaited rank after which a wait raises."""
+    """Seconds without progress of another rank before a wait raises."""
 
     fault: str = ""
     """Fault to inject, see :mod:`odc.liveness.faults`. May differ between ranks."""
 
     host_id: str = ""
-    """Replaces the detected host identity if not empty. May differ between ranks."""
+    """Replaces the detected identity of the host if not empty. May differ between ranks."""
 
     transfer_table: str = ""
     """Path of a measured :class:`~odc.engines.base.TransferTable`; empty: the default one. May differ between
     ranks."""
 
     address: str = ""
-    """This host's IP address in the network that all hosts share; empty: found out. May differ between ranks."""
+    """This host's IP address in the network that all hosts share; empty: detected. May differ between ranks."""
 
     def __post_init__(self) -> None:
         if self.accumulate not in ACCUMULATE_MODES:
@@ -151,12 +153,12 @@ class RuntimeConfig:
 
     @property
     def most_shared_bytes(self) -> float | None:
-        """What :attr:`share_in_host` may take of a rank; None: that depends on its memory."""
+        """The most bytes of a rank that :attr:`share_in_host` may use; None: depends on its memory."""
         known: dict[str | float, float | None] = {"auto": None, "on": math.inf, "off": 0.0}
         return known[self.share_in_host] if self.share_in_host in known else float(self.share_in_host)
 
     def shared(self) -> dict[str, str]:
-        """The options that must be the same on every rank, as text."""
+        """As text, the options that must be the same on every rank."""
         return {
             "transport": self.transport,
             "accumulate": self.accumulate,
@@ -169,7 +171,7 @@ class RuntimeConfig:
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What torchrun tells each rank it starts."""
+    """The variables that torchrun sets for each rank."""
 
     rank: int = 0
     local_rank: int = 0
@@ -183,7 +185,7 @@ class LaunchEnvironment:
     attempt: str = "0"
     """Distinguishes restarts."""
     error_file: str = ""
-    """Where torchrun looks for what a rank failed of."""
+    """The file in which torchrun looks for the error of a rank."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
@@ -213,12 +215,12 @@ def master_address() -> str:
 
 
 def nvshmem_folder() -> str | None:
-    """Where ``NVSHMEM_LIB_DIR`` says that NVSHMEM's libraries are, as for torch; None if it is not set."""
+    """The folder of NVSHMEM's libraries, ``NVSHMEM_LIB_DIR``, which torch uses, too; None if it is not set."""
     return os.environ.get("NVSHMEM_LIB_DIR") or None
 
 
 def nvshmem_heap_bytes(environ: Mapping[str, str] | None = None) -> int | None:
-    """What ``NVSHMEM_SYMMETRIC_SIZE`` says, in bytes; None if it is not set.
+    """The value of ``NVSHMEM_SYMMETRIC_SIZE`` in bytes; None if it is not set.
 
     Raises:
         ConfigError: it is not a number of bytes, with K, M, G or T behind it or not.
@@ -234,7 +236,7 @@ def nvshmem_heap_bytes(environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def set_nvshmem_heap_bytes(num_bytes: int) -> None:
-    """Tell NVSHMEM, which reads nothing but its variables, how large a heap to make when it starts."""
+    """Set the size of the heap that NVSHMEM allocates when it starts. NVSHMEM reads only its variables."""
     os.environ[NVSHMEM_HEAP] = str(num_bytes)
 
 
@@ -251,7 +253,8 @@ def ibgda_problem(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def connections_problem(environ: Mapping[str, str] | None = None) -> str | None:
-    """Why ``CUDA_DEVICE_MAX_CONNECTIONS`` makes streams wait for each other that ODC has apart, or None."""
+    """Why the value of ``CUDA_DEVICE_MAX_CONNECTIONS`` makes independent streams of ODC wait for each other, or
+    None."""
     value = (os.environ if environ is None else environ).get(CONNECTIONS, "")
     if not value.isdigit() or int(value) >= 8:
         return None

@@ -21,7 +21,7 @@ from odc.errors import OUR_FAULT
 
 @dataclass
 class Stats:
-    """What this rank has done since the model was patched. Seconds are wall-clock, bytes are payload.
+    """Counters of this rank since the model was patched. Seconds are wall-clock time, bytes are payload.
 
     Example:
         >>> before = session.stats()
@@ -35,23 +35,23 @@ class Stats:
     gathers: int = 0
     gather_bytes: int = 0
     gather_s: float = 0.0
-    """In gathers, waiting for owners included."""
+    """Time in gathers, including waits for owners."""
     pushes: int = 0
     push_bytes: int = 0
     push_s: float = 0.0
-    """In scatter_accumulate, waiting for locks and slots included."""
+    """Time in scatter_accumulate, including waits for locks and slots."""
     publish_bytes: int = 0
     publish_s: float = 0.0
     finish_s: float = 0.0
-    """At the ends of minibatches, waiting for the other ranks included."""
+    """Time at the ends of minibatches, including waits for other ranks."""
     waits: int = 0
     wait_s: float = 0.0
-    """Blocked until another rank did something; part of the times above."""
+    """Time blocked until another rank did something; part of the times above."""
     waited_for_s: dict[int, float] = field(default_factory=dict)
-    """Of ``wait_s``, by the global rank that was awaited last. A wait in a collective is for nobody in particular."""
+    """``wait_s`` by the global rank that was awaited last. Waits in collectives are not attributed to a rank."""
 
     def add_wait(self, seconds: float, whom: int | None) -> None:
-        """This rank was blocked so long, in the end for rank ``whom``; None: nobody knows."""
+        """Add a wait of this rank. ``whom`` is the rank that was awaited last; None: unknown."""
         self.waits += 1
         self.wait_s += seconds
         if whom is not None:
@@ -59,14 +59,14 @@ class Stats:
 
     @property
     def communication_s(self) -> float:
-        """Wall-clock seconds inside ODC's operations, waiting included."""
+        """Wall-clock seconds inside ODC's operations, including waits."""
         return self.gather_s + self.push_s + self.publish_s + self.finish_s
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def since(self, before: Stats) -> Stats:
-        """What was done after ``before``, which :meth:`since` has returned earlier (of ``Stats()``: a copy)."""
+        """The counters since ``before``, an earlier copy. ``since(Stats())`` is a copy of the current counters."""
         known = before.waited_for_s
         new = {rank: seconds - known.get(rank, 0.0) for rank, seconds in dict(self.waited_for_s).items()}
         numbers = {name: now - getattr(before, name) for name, now in vars(self).items() if name != "waited_for_s"}
@@ -75,10 +75,10 @@ class Stats:
 
 @dataclass(frozen=True)
 class MinibatchStats:
-    """One minibatch, from the end of the one before to its own end, to which all ranks come together.
+    """One minibatch, from the end of the previous one to its own end. All ranks meet at these ends.
 
-    Seconds are those of the hosts' clocks. Where a script never waits for its GPU, a rank's compute is what the host
-    takes to ask for it.
+    Seconds are measured by the hosts' clocks. If a script never waits for its GPU, compute time is the time in which
+    the host launches the work.
 
     Example:
         >>> remove = session.on_minibatch(lambda last: print(last.microbatches == len(minibatches[0])))
@@ -92,28 +92,29 @@ class MinibatchStats:
     """
 
     number: int
-    """As errors name it: from 1. Parameters that are published anew between steps count as one, too."""
+    """Number of the minibatch, from 1, as in error messages. Publishing parameters again between steps also counts as
+    one."""
     seconds: float
-    """The optimizer step, data loading and evaluations since the last end included."""
+    """Seconds, including the optimizer step, data loading and evaluations since the previous end."""
     microbatches: int
     """Of this rank."""
     done: Stats
-    """By this rank, in this minibatch."""
+    """Counters of this rank in this minibatch."""
     compute_s: Mapping[int, float]
-    """Seconds outside of ODC's operations, of each rank that trains the model, by global rank."""
+    """Seconds outside of ODC's operations, by global rank, for all ranks that train the model."""
 
     @property
     def bubble_rate(self) -> float:
-        """The part of all ranks' time in which they did not compute, from 0 to 1: waiting, and ODC's own transfers."""
+        """The fraction of all ranks' time, from 0 to 1, that was not compute: waits and ODC's transfers."""
         return max(0.0, 1 - sum(self.compute_s.values()) / (len(self.compute_s) * self.seconds))
 
     @property
     def slowest_rank(self) -> int:
-        """The global rank that has computed longest, for which the others wait at the end."""
+        """The global rank that computed longest. The others wait for it at the end."""
         return max(self.compute_s, key=self.compute_s.__getitem__)
 
     def metrics(self) -> dict[str, float]:
-        """For a logger: the bubble rate, the seconds that this rank has waited for others, the slowest rank."""
+        """Values for a logger: the bubble rate, the seconds that this rank waited for others, the slowest rank."""
         return {
             "odc/bubble_rate": self.bubble_rate,
             "odc/waiting_s": self.done.wait_s,
@@ -143,9 +144,9 @@ class Span:
     end_ns: int
     minibatch: int
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What else is known of it: ``bytes`` of a "gather" (all shards of the unit), "scatter" (the whole gradient),
-    "publish" (what was written) and "read"; ``peer`` of a "wait", but in collectives: the global rank that was awaited
-    last; ``microbatch`` of a "phase" that is one."""
+    """Further facts: ``bytes`` of a "gather" (all shards of the unit), "scatter" (the whole gradient), "publish" and
+    "read"; ``peer`` of a "wait" outside of collectives, the global rank that was awaited last; ``microbatch`` of a
+    "phase" that is a microbatch."""
 
     @property
     def seconds(self) -> float:
@@ -153,9 +154,9 @@ class Span:
 
 
 class Timeline:
-    """Spans of one rank, in the order in which they ended.
+    """Spans of one rank, ordered by their end.
 
-    ``minibatch`` numbers the spans that end from now on; the training loop sets it.
+    Spans get the current value of ``minibatch``, which the training loop sets.
 
     Example:
         >>> timeline = session.start_timeline()
@@ -171,7 +172,7 @@ class Timeline:
         self.spans: list[Span] = []
 
     def record(self, kind: str, label: str, start_ns: int, end_ns: int | None = None, **arguments: Any) -> None:
-        """Add a span that started at ``start_ns`` and ends now (or at ``end_ns``); ``arguments``: as JSON has them."""
+        """Add a span from ``start_ns`` to ``end_ns`` (default: now). ``arguments`` must be values that JSON has."""
         if kind not in KINDS:
             raise ValueError(f"unknown span kind {kind!r}: expected one of {', '.join(KINDS)}. {OUR_FAULT}")
         end = time.monotonic_ns() if end_ns is None else end_ns
@@ -179,7 +180,7 @@ class Timeline:
 
     @contextmanager
     def span(self, kind: str, label: str, **arguments: Any) -> Iterator[None]:
-        """Record the body of a ``with`` block, also when it raises."""
+        """Record the body of a ``with`` block as a span, also if it raises."""
         start = time.monotonic_ns()
         try:
             yield

@@ -24,16 +24,17 @@ class ParamSlice:
 
     name: str
     numel: int
-    """Elements per rank, padding included (FSDP pads dim 0 so that all shards are equal)."""
+    """Elements per rank, including padding (FSDP pads dim 0 so that all shards are equal)."""
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """One unit: what a gather reads from each owner and what a push adds at each owner.
+    """One unit, usually an FSDP unit: a gather reads its shard from each owner, and a push adds gradients at each
+    owner.
 
-    ``shard_numel`` elements of ``dtype`` are published per rank. ``params`` are the trainable parameters in the
-    order in which their gradients lie in a push; gradients travel in ``grad_dtype``, or in a narrower one in which they
-    were computed.
+    Each rank publishes ``shard_numel`` elements of ``dtype``. ``params`` are the trainable parameters, in the order of
+    their gradients in a push. Gradients are sent in ``grad_dtype``, or in the narrower dtype in which they were
+    computed.
 
     Example:
         >>> params = (odc.ParamSlice("weight", 8), odc.ParamSlice("bias", 4))
@@ -79,11 +80,12 @@ class UnitSpec:
 
 
 class Destination:
-    """Where a gather puts a unit: each part of the shards by itself. Flat memory is one part, of a row for each rank.
+    """The memory that a gather fills, separately for each part of the shards. Flat memory is one part, with one row per
+    rank.
 
     Args:
-        outs: of each part of a shard, in their order, and of one dtype: [world_size, ...], row r for what rank r has
-            published. Their memory may come and go, between gathers.
+        outs: one tensor for each part of a shard, in order, all of one dtype: [world_size, ...], row r for the shard of
+            rank r. Between gathers their memory may be freed.
 
     Example:
         >>> from odc.units import Destination

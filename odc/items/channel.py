@@ -36,8 +36,8 @@ class Signal(enum.IntEnum):
 
 @dataclass
 class ItemStats:
-    """What this rank has done since the exchange was created. Seconds are wall-clock, bytes are payload; lists are by
-    rank of the group, this rank included.
+    """Counters of this rank since the exchange was created. Seconds are wall-clock time, bytes are payload. Lists have
+    one entry for each rank of the group, including this rank.
 
     Example:
         >>> session = odc.patch_fsdp(model)
@@ -53,18 +53,18 @@ class ItemStats:
     """
 
     published_bytes: list[int] = field(default_factory=list)
-    """By the rank that they are for."""
+    """By the rank that reads them."""
     read_bytes: list[int] = field(default_factory=list)
-    """By the rank that they are from."""
+    """By the rank that published them."""
     waited_s: list[float] = field(default_factory=list)
-    """Blocked, by the rank that came last of those waited for."""
+    """Time blocked, by the rank that was awaited last."""
     publish_s: float = 0.0
-    """In publish, waiting for readers of the round before the last included."""
+    """Time in publish, including waits for readers of the round before the last."""
     read_s: float = 0.0
-    """In read and read_many, waiting for producers included."""
+    """Time in read and read_many, including waits for producers."""
     waits: int = 0
     wait_s: float = 0.0
-    """Blocked until another rank did something; part of the times above, but for waits in begin."""
+    """Time blocked until another rank did something. Except for waits in begin, part of the times above."""
 
     def add_wait(self, seconds: float, whom: int | None) -> None:
         self.waits += 1

@@ -27,11 +27,11 @@ from odc.transports.base import HOST, Transport, aligned
 
 
 class ItemExchange(ItemContext):
-    """One rank's end of exchanges of items. Build with :meth:`create` (collective); a context manager, or
-    :meth:`close`.
+    """Exchanges items between ranks. Make it with :meth:`create` (collective); close it with :meth:`close`, or use it
+    as a context manager.
 
-    Items move in *rounds* of a *channel*, a minibatch's worth each. Channels do not wait for each other. All operations
-    of one exchange belong to one thread at a time.
+    Items move in *rounds* of a *channel*, usually one round per minibatch. Channels are independent of each other. Only
+    one thread at a time may use an exchange.
 
     Example:
         >>> session = odc.patch_fsdp(model)
@@ -77,17 +77,17 @@ class ItemExchange(ItemContext):
 
         Args:
             channels: the names of the channels, the same on every rank.
-            capacity_bytes: what a rank can publish in one round of a channel at first, each item rounded up to 64
-                bytes; twice that is allocated per channel. A round that needs more makes its channel grow
-                (:meth:`begin`); but NVSHMEM's heap, which has one size, may have no room for that.
-            device: where the items are; default: host memory.
-            beside: another context of this rank, over the same ranks (the runtime of its model, say). What fails in one
-                is heard in the other, and a rank that waits in one is not taken for silent in the other.
+            capacity_bytes: the initial capacity of one round of a channel on each rank; every item counts rounded up to
+                64 bytes. Twice this is allocated per channel. A round that needs more makes the channel grow
+                (:meth:`begin`). NVSHMEM's heap has a fixed size and may have no room to grow.
+            device: the device of the items; default: host memory.
+            beside: another context of this rank over the same ranks, such as the runtime of its model. A failure in one
+                is reported in the other, and a rank that waits in one does not count as silent in the other.
 
         Raises:
-            SetupError: on all ranks, naming the first difference between them or the resource that is missing.
-            ValueError: ``channels`` is empty or has a name twice, or ``capacity_bytes`` is negative; where that is so
-                on other ranks only, a SetupError says it.
+            SetupError: the ranks differ, or a resource is missing; the message names it. Raised on all ranks.
+            ValueError: ``channels`` is empty or has a name twice, or ``capacity_bytes`` is negative. The other ranks
+                raise a SetupError.
         """
         config = config or RuntimeConfig()
         described = {"channels": ", ".join(map(repr, channels)), "capacity_bytes": str(capacity_bytes)}
@@ -106,22 +106,23 @@ class ItemExchange(ItemContext):
         return complete(transport, lambda: cls(transport, config, channels, capacity_bytes), finish)
 
     def begin(self, channel: str, routes: Routes) -> Round:
-        """Begin the next round of ``channel``. Every rank begins every round of it, with the same routes.
+        """Begin the next round of ``channel``. Every rank must begin every round, with the same routes.
 
-        Waits for nobody, but for ranks that have not read yet what this one published four rounds ago; and where the
-        round needs more than the channel holds. Then it waits for all ranks to begin this round, and all allocate
-        memory for it, doubling what a round may take until it suffices. So begin the rounds of a minibatch together,
-        before the first of its publications and reads, in one order on all ranks.
+        Usually does not wait. It waits in two cases: for ranks that have not yet read what this rank published four
+        rounds ago; and, if the round needs more than the channel's capacity, for all ranks to begin this round. Then
+        all ranks double the capacity until it suffices. So begin all rounds of a minibatch before its first publish or
+        read, in the same order on all ranks.
 
         Args:
-            routes: ``routes[rank][part]``: (item, bytes, consumer) of what that rank publishes at once.
+            routes: ``routes[rank][part]`` lists (item, bytes, consumer) for all items of one part, which that rank
+                publishes together.
 
         Raises:
-            ValueError: no channel has this name, or the routes cannot be (see :meth:`odc.items.routes.Layout.of`).
-            MisuseError: this rank has not published all of the last round, or not ended the one before it.
-            ProtocolError: on all ranks: where the channel has to grow, ranks have come with different routes, or to
-                different places of their scripts.
-            SetupError: on all ranks: there is no memory to grow.
+            ValueError: no channel has this name, or the routes are invalid (see :meth:`odc.items.routes.Layout.of`).
+            MisuseError: this rank has not published all parts of the last round, or has not ended the round before it.
+            ProtocolError: the channel has to grow, and ranks have different routes or are at different places of their
+                scripts. Raised on all ranks.
+            SetupError: there is no memory to grow. Raised on all ranks.
         """
         if channel not in self._channels:
             raise ValueError(f"no channel {channel!r}: expected one of {', '.join(map(repr, self._channels))}")
@@ -134,19 +135,19 @@ class ItemExchange(ItemContext):
 
     @property
     def device(self) -> torch.device:
-        """Where items are."""
+        """The device of the items."""
         return self._transport.device
 
     # Observation
 
     def start_timeline(self, timeline: Timeline | None = None) -> Timeline:
-        """Record spans ("publish", "read", "wait") from now on, in ``timeline`` if another context of this rank has one
-        already."""
+        """Record spans ("publish", "read", "wait") from now on. ``timeline``: that of another context of this rank;
+        default: a new one."""
         self.timeline = self._waiter.timeline = timeline = timeline or Timeline(self.topology.rank)
         return timeline
 
     def memory(self) -> dict[str, int]:
-        """Bytes of this rank's memory for items, by channel, and what the transport spends beyond."""
+        """Bytes of this rank's memory for items, by channel, and the transport's overhead."""
         channels = {name: channel.num_bytes for name, channel in self._channels.items()}
         return {**channels, "transport": self._transport.extra_bytes}
 

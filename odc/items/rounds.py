@@ -18,7 +18,7 @@ Row = tuple[Place, torch.Tensor]
 
 
 class Round:
-    """One round of a channel, as one rank sees it. From :meth:`odc.items.item_exchange.ItemExchange.begin`.
+    """One round of a channel on one rank, made by :meth:`odc.items.item_exchange.ItemExchange.begin`.
 
     Example:
         >>> session = odc.patch_fsdp(model)
@@ -52,25 +52,25 @@ class Round:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank reads nothing of it any more."""
+        """Whether this rank has ended its reads of this round."""
         return self._channel.done >= self.number
 
     # Publishing
 
     def publish(self, part: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's part number ``part`` into its published memory, and tell those that wait for it.
+        """Copy this rank's part number ``part`` into its published memory, and notify the ranks that wait for it.
 
-        Waits for the ranks that read from this one what it overwrites, two rounds ago or, if it has published nothing
-        then, longer, until they are done with that round; for nobody else.
+        Waits only for ranks that still read the memory that this overwrites: that of the round two before this one, or
+        of an earlier round if this rank published nothing then.
 
         Args:
-            part: parts are published in their order, each once; one without items may be left out.
-            tensors: of any shape and dtype, one per item of the part, in the order of the routes. May be reused on
-                return (on a GPU: in the order of the current stream).
+            part: parts are published in order, each once. A part without items may be left out.
+            tensors: one per item of the part, in the order of the routes; any shape and dtype. They may be reused after
+                this returns (on a GPU: on the current stream).
 
         Raises:
-            ValueError: the tensors are not those of the routes: how many, or how many bytes. Nothing was copied.
-            MisuseError: it is not this part's turn.
+            ValueError: the number of tensors or of their bytes differs from the routes. Nothing was copied.
+            MisuseError: another part is the next one.
         """
         own, me = self.layout.parts, self._items.topology.me
         if not 0 <= part < len(own):
@@ -128,21 +128,22 @@ class Round:
     # Reading
 
     def read(self, item: int, out: torch.Tensor) -> None:
-        """Fill ``out`` with one item, waiting for its producer to publish the part it is in, and for nobody else.
+        """Copy one item into ``out``. Waits only until the producer has published the part with this item.
 
         Args:
-            out: contiguous, of any shape and dtype, with as many bytes as the routes say.
+            out: contiguous, any shape and dtype, with the number of bytes in the routes.
 
         Raises:
-            ValueError: ``out`` cannot be it, or the item is not for this rank. Nothing was changed.
-            MisuseError: after :meth:`done`, or the item is this rank's own and not published yet.
-            ProtocolError: its producer has other routes, or can never come to publish it.
+            ValueError: ``out`` does not fit the item, or the item is not for this rank. Nothing was changed.
+            MisuseError: called after :meth:`done`, or this rank is the producer and has not published the item yet.
+            ProtocolError: the producer has other routes, or can never publish the item.
         """
         self.read_many([item], [out])
 
     def read_many(self, items: Sequence[int], outs: Sequence[torch.Tensor]) -> None:
-        """As :meth:`read`, of several items: first those that are there, then the others, producer by producer. From a
-        producer on another host, items that lie side by side travel together: all that a rank reads of one part do."""
+        """Like :meth:`read` for several items: first the items that are published already, then the others, producer by
+        producer. Adjacent items of a producer on another host are sent together; all items of one part for one rank are
+        adjacent."""
         if len(items) != len(outs):
             raise ValueError(f"read in {self._name}: {len(items)} items into {len(outs)} tensors")
         wanted: dict[tuple[int, int], list[Row]] = {}
@@ -190,10 +191,10 @@ class Round:
         items.stats.read_s += items.record("read", label, started_ns, read)
 
     def is_published(self, producer: int, posts: int) -> bool:
-        """Whether ``producer`` has published so many parts of this round, with the routes that this rank has.
+        """Whether ``producer`` has published this number of parts of this round, with the same routes as this rank.
 
         Raises:
-            ProtocolError: it has others.
+            ProtocolError: the producer has other routes.
         """
         if producer != self._rank and not self._channel.has_begun(producer, self.number):
             return False
@@ -225,11 +226,11 @@ class Round:
             transport.engine.copy([out.view(torch.uint8)], [whole[low : low + place.num_bytes]])
 
     def done(self) -> None:
-        """Tell those that publish that this rank reads nothing of this round any more. Every rank ends every round, in
-        their order, also one in which it reads nothing. Its own parts may be published later.
+        """Tell the producers that this rank has ended its reads of this round. Every rank must end every round in
+        order, also a round in which it reads nothing. Its own parts may be published later.
 
         Raises:
-            MisuseError: it is done already, or the round before it is not.
+            MisuseError: this round has ended already, or the round before it has not.
         """
         with self._items.reporting:
             if self._channel.done != self.number - 1:

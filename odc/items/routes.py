@@ -18,7 +18,8 @@ from odc.transports.base import aligned
 
 
 class Item(NamedTuple):
-    """What one rank publishes and one rank reads: the output of an encoder for one image, say, or its gradient.
+    """One piece of data that one rank publishes and one rank reads, such as an encoder's output for one image, or its
+    gradient.
 
     Example:
         >>> odc.Item(id=7, num_bytes=2 * 1024, consumer=1)
@@ -26,11 +27,11 @@ class Item(NamedTuple):
     """
 
     id: int
-    """Of any meaning; once in a round."""
+    """Any number; each number occurs once per round."""
     num_bytes: int
-    """0: nothing to read, and nobody waits for it."""
+    """Size in bytes. 0: there is nothing to read, and no rank waits."""
     consumer: int
-    """The rank of the group that reads it; its producer's own rank is allowed."""
+    """The rank of the group that reads the item; may be the producer itself."""
 
 
 Routes = Sequence[Sequence[Sequence[Item | tuple[int, int, int]]]]

@@ -57,7 +57,7 @@ class Mesh(NamedTuple):
 
 
 class Runtime(RankContext):
-    """One rank's end of on-demand communication. Build with :meth:`create` (collective).
+    """On-demand communication of one rank. Make it with :meth:`create` (collective).
 
     Example:
         >>> from odc.setup.agreement import ProcessGroupExchange
@@ -139,19 +139,21 @@ class Runtime(RankContext):
         """Connect the ranks of ``exchange``. Collective.
 
         Args:
-            units: what is communicated; the same on every rank.
-            replicas: between the ranks with this one's place in their groups, if there are several groups.
-            partners: each between ranks that compute together, and how many collectives this rank has entered (see
-                :class:`odc.minibatch.partners.Partners`): the failure of one is that of all.
-            end_collectives: makes collectives of torch in this process fail, for those that wait for a rank which has
-                failed. None: nothing outside of this runtime is looked after.
-            stats: to count on in.
+            units: the units to communicate; the same on every rank.
+            replicas: with several shard groups, the process group of the ranks that have this rank's place in their
+                shard groups.
+            partners: process groups of ranks that compute together, each with the number of collectives that this rank
+                has entered (see :class:`odc.minibatch.partners.Partners`). If one of these ranks fails, all of them
+                fail.
+            end_collectives: makes torch's collectives in this process fail, since they may wait for a failed rank.
+                None: such collectives are not ended.
+            stats: existing counters to continue.
             leader: another runtime of this rank, see :class:`~odc.rank.context.RankContext`.
-            others: meshes of further units, over whose ranks this is collective, too.
+            others: meshes of further units. ``create`` is collective over their ranks, too.
 
         Raises:
-            SetupError: on all ranks, naming the first difference between them or the resource that is missing.
-            ConfigError: an option has an unusable value.
+            SetupError: the ranks differ, or a resource is missing; the message names it. Raised on all ranks.
+            ConfigError: an option has an invalid value.
         """
         config = config or RuntimeConfig()
         table = {f"{i}: {unit.name}": unit.describe() for i, unit in enumerate(units)}
@@ -286,7 +288,7 @@ class Runtime(RankContext):
         return self.state.minibatch
 
     def published_shard(self, unit: int) -> torch.Tensor:
-        """This rank's own shard of ``unit`` as the others read it; not to be written."""
+        """This rank's shard of ``unit`` that other ranks read. Do not write to it."""
         self._require_open()
         protocol, number = self._places[unit]
         return protocol.shard(number)
@@ -324,7 +326,7 @@ class Runtime(RankContext):
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.gather`.
 
         Args:
-            out: a flat tensor is one part: ``world_size * shard_numel`` elements, rank r's shard r-th.
+            out: a flat tensor counts as one part: ``world_size * shard_numel`` elements, shards in the order of ranks.
 
         Raises:
             ValueError: ``out`` has the wrong length or dtype.
@@ -351,7 +353,8 @@ class Runtime(RankContext):
         """See :meth:`odc.minibatch.protocol.MinibatchProtocol.scatter_accumulate`.
 
         Args:
-            grads: a flat tensor has ``world_size`` rows of the present parameters' slices back to back.
+            grads: a flat tensor has ``world_size`` rows. A row holds the slices of the present parameters, back to
+                back.
 
         Raises:
             ValueError: ``grads`` or ``present`` does not fit the unit.
@@ -389,8 +392,8 @@ class Runtime(RankContext):
             self._waiter.job.set_refusal("")
 
     def refusal(self, text: str, kind: type[OdcError] = MisuseError) -> OdcError:
-        """The error to raise for something that has changed nothing. Ranks that will wait for this one say so: a script
-        that catches it may do something else than the others, and be neither gone nor silent for no reason."""
+        """The error to raise for a refused operation, which has changed nothing. Ranks that wait for this rank later
+        mention it: a script that catches the error may do something else than the other ranks."""
         error = kind(text)
         self._refused(error)
         return error
@@ -407,13 +410,13 @@ class Runtime(RankContext):
         return protocol.gradient(number)
 
     def meet_replicas(self, what: str, *, to_publish: bool = False) -> None:
-        """Wait until every replica has come to as many meetings as this rank: at the end of minibatches, or
-        ``to_publish``.
+        """Wait until every replica has come to as many meetings as this rank. Meetings are ends of minibatches and,
+        with ``to_publish``, publications.
 
-        A collective cannot be taken back once it has begun, so it begins when all are there.
+        A collective cannot be undone once it has begun, so it begins when all replicas are there.
 
         Raises:
-            ProtocolError: a replica has come to one of the other kind, which this rank has not.
+            ProtocolError: a replica has come to a meeting of the other kind.
         """
         replicas = self._replicas
         if replicas is None:
@@ -446,8 +449,8 @@ class Runtime(RankContext):
 
         Args:
             ranks: the ranks of that group, by their numbers in the job.
-            on_host: it works on host memory. On a device only the current stream waits, and the process group has a
-                watchdog of its own for what never completes.
+            on_host: the collective works on host memory. On a device only the current stream waits, and the process
+                group's own watchdog ends collectives that never complete.
         """
         with self.reporting:
             started = time.monotonic()
@@ -486,15 +489,15 @@ class Runtime(RankContext):
                 self._waiter.job.own.set_waiting_on(in_collective(num_entered(dist.group.WORLD)))
 
     def leaves_collective(self) -> None:
-        """It is not there any more."""
+        """The training loop has left that collective."""
         if not self._closed and os.getpid() == self._pid:
             self._in_collective.what, self._in_collective.is_due = "", False
             self._waiter.waits_no_more()
 
     def explain(self, error: BaseException, what: str, waited_s: float) -> OdcError | None:
-        """What is behind an error that a collective of torch has raised: the failure of a rank of the job.
+        """The failure of a rank that caused an error of one of torch's collectives.
 
-        None if ``error`` is no such error, or nothing is heard of a failure within a moment.
+        None if ``error`` is another error, or if no failure becomes known within a moment.
         """
         if isinstance(error, OdcError) or not is_of_collective(error) or os.getpid() != self._pid or self._closed:
             return None
@@ -518,7 +521,7 @@ class Runtime(RankContext):
 
     @property
     def timeline(self) -> Timeline | None:
-        """Where spans are recorded, if they are."""
+        """The timeline in which spans are recorded; None: spans are not recorded."""
         return self._protocol.timeline
 
     def record_in(self, timeline: Timeline) -> Timeline:
