@@ -112,8 +112,8 @@ Hosts = Annotated[
         "--hosts",
         min=1,
         help="Number of hosts. Policies are compared with what FSDP and ODC do by default: full sharding, and "
-        "parameters and gradients shared in each host. Then the best policies are compared for each way to shard. With HSDP, FSDP "
-        "all-reduces in the last microbatch only (set_requires_all_reduce), and nothing hides that.",
+        "parameters and gradients shared in each host. Then the best policies are compared for each way to shard. With "
+        "HSDP, FSDP all-reduces in the last microbatch only (set_requires_all_reduce), and nothing hides that.",
         **_HOSTS,
     ),
 ]

@@ -56,21 +56,21 @@ class BalancedBatch(Generic[SampleT]):
     """
 
     microbatches: list[list[SampleT]]
-    """Of this rank, in the order to run them, each a list of whole samples; possibly none."""
+    """This rank's microbatches in the order of execution, each a list of whole samples; may be empty."""
 
     plan: Plan
-    """Of all ranks. Its samples are numbered by their place on the rank that had them: the first of each rank, the
-    second of each, and so on."""
+    """The plan of all ranks. Samples are numbered by their position on their first rank: the first sample of each rank,
+    then the second of each, and so on."""
 
     sent_bytes: int
-    """Of the samples that this rank has given to others for this batch."""
+    """Bytes of the samples that this rank has sent to others for this batch."""
 
     _known: _Known
     _own: dict[int, SampleT]
 
     @property
     def samples(self) -> list[SampleT]:
-        """Of this rank, in the order of its microbatches."""
+        """This rank's samples in the order of its microbatches."""
         return [sample for microbatch in self.microbatches for sample in microbatch]
 
     @property
@@ -80,18 +80,18 @@ class BalancedBatch(Generic[SampleT]):
 
     @property
     def num_loss_tokens(self) -> int | None:
-        """Number of loss tokens of all ranks; None: the batch was balanced without them."""
+        """Number of loss tokens of all ranks; None: ``num_loss_tokens`` was not given."""
         found = self._known.num_loss_tokens
         return None if found is None else int(found.sum())
 
     def loss_weights(
         self, loss_type: str, *, max_completion_length: int | None = None, dtype: torch.dtype = torch.float32
     ) -> list[torch.Tensor]:
-        """For each microbatch a factor for each of its samples, (num_samples,), in host memory.
+        """For each microbatch, the factors of its samples, (num_samples,), in host memory.
 
-        A microbatch's loss is the sum over its samples of this factor times the *sum* of the sample's token losses.
-        Then the gradients of all microbatches of all ranks, which FSDP sums and divides by their number, are those of
-        the loss of the whole step in one process:
+        The loss of a microbatch is the sum over its samples of the factor times the *sum* of the sample's token losses.
+        FSDP sums gradients and divides them by the number of ranks; the result is the gradient of the loss of the whole
+        step in one process:
 
         ========================== ========================================================================
         loss_type                  the loss of a step
@@ -102,15 +102,15 @@ class BalancedBatch(Generic[SampleT]):
         "sample"                   mean over samples of one number each (pairs, "luspo")
         ========================== ========================================================================
 
-        Advantages come with the samples, so the completions of one prompt may be on several ranks.
+        Advantages are part of the samples, so completions of one prompt may be on several ranks.
 
         Args:
             loss_type: names as in TRL.
-            max_completion_length: for "dr_grpo".
+            max_completion_length: required for "dr_grpo".
 
         Raises:
-            UnsupportedError: the loss is one of a microbatch ("bnpo"), whose samples are others here.
-            ValueError: it is not known, or what it divides by was not given.
+            UnsupportedError: the loss depends on which samples share a microbatch ("bnpo").
+            ValueError: the loss is not known, or its divisor was not given.
         """
         known = self._known
         weights = torch.from_numpy(
@@ -125,18 +125,19 @@ class BalancedBatch(Generic[SampleT]):
         return [weights[numbers] for numbers in self.plan.microbatches[known.rank]]
 
     def split(self, num_minibatches: int, *, seed: int) -> list[BalancedBatch[SampleT]]:
-        """The same samples shuffled and cut into minibatches, an optimizer step each. Collective.
+        """Shuffle the samples and cut them into minibatches, one for each optimizer step. Collective.
 
-        Each is balanced for itself, and has losses of its own: PPO's epochs over one batch. Samples move from where
-        this batch has them, with what has been added to them since. To train several epochs on the same minibatches,
-        go through ``microbatches`` again instead.
+        Each minibatch is balanced and normalized separately, as for PPO's epochs over one batch. Samples move with
+        everything that was stored in them. To train several epochs on the same minibatches, iterate over
+        ``microbatches`` again instead.
 
         Args:
-            num_minibatches: whose numbers of samples differ by at most one.
-            seed: of the shuffle, another for each epoch; the same on all ranks.
+            num_minibatches: number of minibatches; their numbers of samples differ by at most one.
+            seed: seed of the shuffle, the same on all ranks. Use another seed for each epoch.
 
         Raises:
-            ValueError: on all ranks: there are fewer samples than minibatches, or ranks disagree.
+            ValueError: there are fewer samples than minibatches, or arguments differ between ranks. Raised on all
+                ranks.
         """
         known = self._known
 
@@ -244,38 +245,37 @@ def balance_batch(
     mesh: DeviceMesh | None = None,
     comm: Comm = "auto",
 ) -> BalancedBatch[SampleT]:
-    """Share out anew the samples that ranks have, and pack each rank's into microbatches. Collective.
+    """Redistribute samples that are on the ranks already, and pack each rank's samples into microbatches. Collective.
 
-    For samples whose lengths nobody knew before they were there: rollouts, of which each rank has generated some. Ranks
-    tell each other lengths, all make the same plan, and whole samples go to the rank that trains on them, in one
-    all-to-all. "lb-mini" moves little more than what ranks have too much, within nodes first
-    (:func:`~odc.balance.rebalance`); the batches of other policies go to the ranks that have most of them.
+    For samples with lengths that were not known in advance, such as rollouts that each rank has generated. Ranks
+    exchange lengths, compute the same plan, and send whole samples to the ranks that train on them, in one all-to-all.
+    "lb-mini" moves little more than the excess of overloaded ranks, within nodes first
+    (:func:`~odc.balance.rebalance`). With other policies, a batch goes to the rank that has most of it.
 
-    Ranks may have any numbers of samples, also none, and may get different numbers of microbatches, also none.
-    A pass without gradient (log-probabilities of a reference) runs over the same microbatches; what it finds may be
-    put into the samples, and moves with them in :meth:`BalancedBatch.split`.
+    Ranks may have any number of samples, also none, and may get different numbers of microbatches, also none. A pass
+    without gradient (log-probabilities of a reference model) can use the same microbatches. Its results may be stored
+    in the samples, and move with them in :meth:`BalancedBatch.split`.
 
     Args:
-        samples: of this rank: tensors without gradient, numbers and texts, in dicts (which come as plain ones), lists
-            and tuples. Samples that stay are the same objects.
-        lengths: tokens of each sample. Where a sample has several sequences, which stay together (a pair of answers),
-            the tokens of each: its cost is the sum of theirs.
+        samples: this rank's samples: tensors without gradient, numbers and texts, in dicts (they arrive as plain
+            dicts), lists and tuples. Samples that stay on their rank are the same objects.
+        lengths: tokens of each sample. If a sample has several sequences that stay together (a pair of answers), a list
+            of their tokens; the cost is their sum.
         cost: see :mod:`odc.balance.costs`.
-        max_tokens: most tokens in a microbatch; default: those of the longest sample of all ranks.
+        max_tokens: maximum tokens per microbatch; default: the longest sample of all ranks.
         policy: a name or a :class:`~odc.balance.Policy`.
         num_loss_tokens: tokens of each sample that have a loss, for :meth:`BalancedBatch.loss_weights`.
         microbatch_cost: see :meth:`~odc.balance.Policy.plan`.
-        ranks_per_node: ranks 0 .. ranks_per_node - 1 are one node, and so on; default: all ranks are one.
+        ranks_per_node: ranks 0 .. ranks_per_node - 1 are on one node, and so on; default: all ranks are on one node.
         group: the ranks that share the samples; default: all of ``torch.distributed``, or this process alone.
-        mesh: in place of ``group``, see :class:`~odc.balance.MinibatchLoader`.
+        mesh: instead of ``group``, see :class:`~odc.balance.MinibatchLoader`.
         comm: see :class:`~odc.balance.MinibatchLoader`.
 
     Raises:
-        ValueError: before anything is moved: an argument is out of range, a sample is longer than ``max_tokens``, its
-            ``input_ids`` have more or fewer tokens than its length says, or it cannot change ranks; or, on all ranks,
-            their arguments differ.
-        AbortedError: on the other ranks, with the number of the one whose arguments were refused.
-        RuntimeError: ranks have different numbers of microbatches and ``comm="auto"`` finds no ODC at work.
+        ValueError: an argument is out of range; a sample is longer than ``max_tokens``, has ``input_ids`` that differ
+            from its length, or cannot be sent; or, on all ranks, arguments differ between ranks. Nothing was moved.
+        AbortedError: the arguments of another rank were refused; the message names it.
+        RuntimeError: ranks have different numbers of microbatches and ``comm="auto"`` finds no active ODC.
 
     Example:
         >>> completions = ([3, 9, 4, 8], [2, 1, 2, 2])[rank]  # tokens

@@ -15,23 +15,22 @@ IGNORED = -100
 def pack_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """Concatenate samples into one packed microbatch.
 
-    A sample has ``input_ids`` (one-dimensional, at least one token) and, of the same length, ``labels``
-    (default: ``input_ids``). It may have an ``attention_mask``, whose zeros at the end are padding, taken off
-    here, and ``position_ids``, which must count from 0; other entries are ignored. Labels are not shifted: a
-    ``transformers`` model predicts ``labels[t + 1]`` from token t by itself. So that the last token of a
-    sample does not have to predict the first one of the next, the first label of every sample becomes -100.
-    It would have no loss in a sample of its own either.
+    A sample has ``input_ids`` (one-dimensional, at least one token) and, of the same length, ``labels`` (default:
+    ``input_ids``). It may have an ``attention_mask``, whose zeros at the end are padding and are removed, and
+    ``position_ids``, which must count from 0. Other entries are ignored. Labels are not shifted: a ``transformers``
+    model itself predicts ``labels[t + 1]`` from token t. The first label of every sample becomes -100, so that the last
+    token of a sample does not predict the first token of the next one. Without packing, this label has no loss either.
 
-    An empty list, the mark of an empty microbatch, gives a dummy of two tokens without loss. A model run on
-    it must *sum* the losses of its tokens: their mean would be 0 / 0.
+    An empty list, which stands for an empty microbatch, gives two dummy tokens without loss. The model must *sum* the
+    losses of tokens: their mean would be 0 / 0.
 
     Returns:
         ``input_ids``, ``labels`` and ``position_ids``, (1, num_tokens) int64, the positions beginning at 0 in each
         sample; ``cu_seqlens``, (num_samples + 1,) int32: where each sample starts, and the number of tokens.
 
     Raises:
-        ValueError: a sample has no ``input_ids``, is empty or not one-dimensional, its labels differ in
-            shape, or a packed row could not say what its mask or positions say (:func:`without_padding`).
+        ValueError: a sample has no ``input_ids``, is empty or not one-dimensional, its labels differ in shape, or its
+            mask or positions cannot be kept in a packed row (:func:`without_padding`).
 
     Example:
         >>> batch = pack_collate([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
@@ -111,7 +110,7 @@ def without_padding(
 def count_loss_tokens(labels: object) -> int:
     """Number of tokens that have a loss in a model that shifts its labels.
 
-    That is all labels but -100 and but the first of a sequence, which no token predicts. ``labels``:
+    These are all labels other than -100, without the first of a sequence, which no token predicts. ``labels``:
     (num_tokens,) or (batch, num_tokens). The count of a packed microbatch is the sum of its samples' counts.
 
     Example:

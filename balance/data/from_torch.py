@@ -22,25 +22,25 @@ def stream(
     dummy: Callable[[], Any] | None = None,
     **options: Any,
 ) -> StreamLoader[Any, Any]:
-    """Take over a DataLoader: the same samples, collated by its ``collate_fn``, in batches of a token budget.
+    """Make a :class:`~odc.balance.StreamLoader` from a DataLoader: the same samples and ``collate_fn``, in batches of a
+    token budget.
 
-    What it has is the default of what :class:`~odc.balance.StreamLoader` takes: ``dataset``, ``collate_fn``,
-    ``num_workers`` and how workers start; ``shuffle`` and ``seed`` of its sampler, or the sampler itself where it is
-    none of torch's own (on several ranks it must give all of them the same order); without ``mesh``, rank and world
-    size of a ``DistributedSampler``, else of ``torch.distributed``. Its batch size counts for
-    ``grouping="pool-sort"`` and "none" only, its ``drop_last`` not at all: no sample is left out. The DataLoader itself
-    stays as it is.
+    Defaults of the arguments come from the DataLoader: ``dataset``, ``collate_fn``, ``num_workers`` and how workers
+    start; ``shuffle`` and ``seed`` of its sampler, or the sampler itself if it is not one of torch's (it must give the
+    same order on all ranks). Without ``mesh``, rank and world size are those of a ``DistributedSampler``, otherwise of
+    ``torch.distributed``. The batch size is used only for ``grouping="pool-sort"`` and "none". ``drop_last`` is
+    ignored: no sample is left out. The DataLoader is not changed.
 
     Args:
-        dataloader: of a data set with indices or an iterable.
+        dataloader: a DataLoader of a dataset with indices or of an iterable.
         max_tokens, length: see :class:`~odc.balance.StreamLoader`.
-        dummy: makes the batch of a step in which this rank has no samples. Default: that of a sample of this rank with
-            its ``"labels"`` all -100.
+        dummy: makes the batch for a step in which this rank has no samples. Default: the batch of one sample of this
+            rank, with all ``"labels"`` -100.
         options: further arguments of :class:`~odc.balance.StreamLoader`.
 
     Raises:
-        TypeError: ``dataloader`` is something else.
-        ValueError: it has a batch sampler of its own, or an option is refused.
+        TypeError: ``dataloader`` is not a DataLoader.
+        ValueError: the DataLoader has its own batch sampler, or an option is refused.
 
     Example:
         >>> from torch.utils.data import DataLoader

@@ -32,7 +32,7 @@ from odc.balance.random_numbers import random_generator
 
 @dataclass(frozen=True, eq=False)
 class Minibatch(Generic[BatchT]):
-    """What one rank gets for one minibatch.
+    """One minibatch of one rank.
 
     Example:
         >>> loader = MinibatchLoader(
@@ -47,11 +47,11 @@ class Minibatch(Generic[BatchT]):
     """
 
     microbatches: list[BatchT] | LateMicrobatches[BatchT]
-    """Collated microbatches of this rank, in the order to run them; possibly none. With ``late_binding`` each is made
-    when the loop asks for it."""
+    """Collated microbatches of this rank in the order of execution; may be empty. With ``late_binding`` each microbatch
+    is made when the loop asks for it."""
 
     loss_scale: float
-    """Factor for the loss of every microbatch, see :func:`loss_scale`."""
+    """Factor for the summed loss of every microbatch, see :func:`loss_scale`."""
 
     num_loss_tokens: int
     """Number of loss tokens of the global minibatch."""
@@ -60,19 +60,19 @@ class Minibatch(Generic[BatchT]):
     """Number of samples of the global minibatch."""
 
     plan: Plan | None = None
-    """The plan of all ranks, each packed when it is looked at; None in a stream without ``late_binding``, where no rank
-    knows the lengths of the others' samples."""
+    """The plan of all ranks; a rank's part is packed when it is accessed. None in a stream without ``late_binding``,
+    where no rank knows the lengths of other ranks' samples."""
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Minibatch[BatchT]:
-        """This minibatch with its microbatches on a device, as Lightning and accelerate ask for it.
+        """This minibatch with its microbatches on a device. Lightning and accelerate call this method.
 
-        Moved is what has a method ``to``, a tensor for one, also within dicts, lists and tuples. So ``cu_seqlens`` of
-        :func:`pack_collate` are moved, too, and by FSDP where a model is given them; where they decide what is
-        launched, take a list of them before.
+        Moves every object that has a method ``to`` (tensors, for example), also in dicts, lists and tuples.
+        ``cu_seqlens`` of :func:`pack_collate` are moved, too. If the host needs their values, make a list of them
+        before.
 
         Args:
-            device: as ``torch.Tensor.to`` takes it.
-            non_blocking: from pinned memory, without waiting for the copies.
+            device: as for ``torch.Tensor.to``.
+            non_blocking: copy from pinned memory without waiting.
 
         Example:
             >>> minibatch = Minibatch([{"input_ids": torch.ones(1, 3)}], 1.0, num_loss_tokens=3, num_samples=1)
@@ -99,15 +99,14 @@ def _moved(value: Any, device: Any, options: Mapping[str, bool]) -> Any:
 
 
 def loss_scale(world_size: int, num_loss_tokens: int) -> float:
-    """Factor that makes a minibatch's gradient that of the mean loss over its tokens, however it is packed.
+    """The factor for summed losses with which a minibatch's gradient is that of the mean loss over its tokens, for any
+    packing.
 
-    FSDP averages gradients over ranks: it divides their sum by ``world_size``. So if the loss of a microbatch
-    is the *sum* of the losses of its tokens, times this factor, then the losses of all microbatches of all
-    ranks, summed and divided by ``world_size``, are the mean over the ``num_loss_tokens`` of the global
-    minibatch. (Means of microbatch means would weigh a token by the number of tokens it happens to share a
-    microbatch with.)
+    The factor is ``world_size / num_loss_tokens``, because FSDP divides the sum of gradients by ``world_size``.
+    Multiply the *sum* of the token losses of each microbatch by it. (With means of microbatch means, the weight of a
+    token would depend on how many tokens share its microbatch.)
 
-    0 if there are no loss tokens: such a minibatch has no gradient.
+    The factor is 0 if there are no loss tokens; such a minibatch has no gradient.
 
     Example:
         >>> loss_scale(world_size=8, num_loss_tokens=4096)
@@ -117,70 +116,67 @@ def loss_scale(world_size: int, num_loss_tokens: int) -> float:
 
 
 class MinibatchLoader(Generic[SampleT, BatchT]):
-    """Iterates over the minibatches of an epoch as one rank sees them.
+    """Iterates over one rank's minibatches of an epoch.
 
-    For each minibatch: run every microbatch, multiply its *summed* loss by ``minibatch.loss_scale``,
-    backward; then step. Every rank makes the loader with the same arguments but its own ``rank``, or all with the same
-    ``mesh``; nothing is communicated. There is one iteration at a time: another, another epoch or a state loaded ends
-    it. The next minibatch is planned in a thread while one is trained on: who gets which samples, and how this rank
-    packs its own.
+    For each minibatch: run every microbatch, multiply its *summed* loss by ``minibatch.loss_scale``, backward; then
+    step. All ranks must pass the same arguments, except for ``rank``; ``mesh`` is the same on all. Ranks do not
+    communicate. There is one iteration at a time: it ends when another begins, or when an epoch is set or a state is
+    loaded. A thread plans the next minibatch during training.
 
-    With ``num_workers``, microbatches are read and collated by worker processes while this one trains, and
-    minibatches are planned as far ahead as that needs. What is yielded, and :meth:`state_dict`, are the same
-    as without, as long as a sample depends on its index alone; what else it draws at random is seeded in each
-    worker from ``seed``, the epoch, the rank and the worker's number. Workers start with an iteration and end
-    with it, also where the loop is left early.
+    With ``num_workers``, worker processes read and collate microbatches during training. Minibatches and
+    :meth:`state_dict` are the same as without workers if a sample depends only on its index. Other random numbers in a
+    worker are seeded from ``seed``, the epoch, the rank and the worker's number. Workers start and end with an
+    iteration, also if the loop ends early.
 
     Args:
         dataset: gives sample i as ``dataset[i]``; only samples of this rank are read.
         lengths: tokens of each sample, (num_samples,).
-        collate: makes a batch of a list of samples, e.g. :func:`~odc.balance.pack_collate`. It gets an empty
-            list for an empty microbatch (policies other than "lb-mini", when samples cannot be dealt out
-            evenly) and must return a batch whose summed loss is 0.
-        rank, world_size: of this process.
-        mesh: in place of these two, the dimensions of a ``DeviceMesh`` over which ranks have different samples:
-            ``mesh["dp"]``, or ``mesh["dp_replicate", "dp_shard"]``, which count in row-major order. Ranks that differ
-            in other dimensions only (tensor parallelism) get the same microbatches.
+        collate: makes a batch from a list of samples, e.g. :func:`~odc.balance.pack_collate`. For an empty microbatch
+            it gets an empty list and must return a batch whose summed loss is 0. (Policies other than "lb-mini" need
+            empty microbatches if they cannot divide samples evenly.)
+        rank, world_size: this process's rank, and the number of ranks.
+        mesh: instead of ``rank`` and ``world_size``, the data-parallel dimensions of a ``DeviceMesh``: ``mesh["dp"]``,
+            or ``mesh["dp_replicate", "dp_shard"]`` (counted in row-major order). Ranks that differ only in other
+            dimensions (tensor parallelism) get the same microbatches.
         minibatch_size, cost, policy, max_tokens, batch_size, microbatch_cost, speeds: see
             :class:`~odc.balance.MinibatchSampler`.
-        seed, shuffle, group_by_length, drop_last: see there, too.
+        seed, shuffle, group_by_length, drop_last: see :class:`~odc.balance.MinibatchSampler`.
         num_loss_tokens: tokens of each sample that have a loss, (num_samples,); see
-            :func:`~odc.balance.count_loss_tokens`. Default: ``lengths - 1``, all but the first, which nothing
+            :func:`~odc.balance.count_loss_tokens`. Default: ``lengths - 1``, all tokens but the first, which no token
             predicts.
-        check_loss_tokens: compare ``num_loss_tokens`` with the ``"labels"`` of a batch that is a mapping and
-            has them. Turn it off if those labels are not in the form of :func:`~odc.balance.pack_collate`.
-        num_workers: processes that read ahead; 0: samples are read here, when their minibatch is asked for.
-            This and the arguments below are those of ``torch.utils.data.DataLoader``, with a microbatch in
-            place of a batch.
-        prefetch_factor: microbatches that each worker makes in advance; default 2.
-        comm: how the ranks that train communicate, which matters where a policy ("lb-mini") gives them different
-            numbers of microbatches. "odc": they may. "collective": those with fewer get empty microbatches, as many
-            as the others have more. "auto", the default: they may, except where ``torch.distributed`` runs several
-            ranks and ODC is not at work in this process, neither by ``odc.patch_fsdp(model)`` nor by ``odc run``:
-            then collectives would wait forever, and the first such minibatch is refused.
-        late_binding: ranks that are through before others take samples from these, so the plan need not be exact, nor
-            devices equal. ``microbatches`` of a minibatch is then no list: each is chosen when the loop asks for it.
-            For policy "lb-mini", where ODC is at work. Of ranks that compute together (``mesh``), one chooses for all.
-            It goes through the store of ``torch.distributed``. Gradients are those of the same samples, summed in
-            an order that differs from run to run. ``microbatch_cost`` tells it what a further microbatch costs. A
-            loader that is only looked at, or evaluated with, has the microbatches of the plan.
+        check_loss_tokens: compare ``num_loss_tokens`` with ``batch["labels"]`` if a batch has them. Turn this off if
+            labels are not like those of :func:`~odc.balance.pack_collate`.
+        num_workers: processes that read ahead. 0: this process reads samples when the loop asks for their minibatch.
+            This argument and the worker arguments below work as in ``torch.utils.data.DataLoader``, with a microbatch
+            as the batch.
+        prefetch_factor: microbatches that each worker prepares in advance; default 2.
+        comm: whether ranks may have different numbers of microbatches (policy "lb-mini"). "odc": they may.
+            "collective": ranks with fewer microbatches also get empty ones, so that all have the same number. "auto",
+            the default: they may; but if ``torch.distributed`` has several ranks and ODC is not active in this process
+            (by ``odc.patch_fsdp(model)`` or ``odc run``), the first such minibatch is refused, because collectives
+            would wait forever.
+        late_binding: ranks that finish early take samples from slower ranks, so cost estimates may be wrong and devices
+            may differ in speed. ``microbatches`` is then not a list: each microbatch is chosen when the loop asks for
+            it. Needs policy "lb-mini" and active ODC. Ranks share their choices through ``torch.distributed``'s store;
+            of ranks that compute together (``mesh``), one chooses for all. Each step has the same samples, but
+            gradients are summed in an order that differs between runs. ``microbatch_cost`` is the cost of one more
+            microbatch. Without training (inspection, evaluation) the loader yields the planned microbatches.
         pin_memory: copy the tensors of the batches into pinned memory, for faster copies to the GPU.
-        persistent_workers: keep the workers from one epoch to the next, until the loader is gone.
-        multiprocessing_context: how workers start, "fork", "spawn" or "forkserver", or a context. The last
-            two pickle ``dataset``, ``collate`` and ``worker_init_fn``. Default: that of Python.
-        worker_timeout_s: most seconds to wait for one microbatch of the workers; 0: without limit, as in torch.
+        persistent_workers: keep the workers between epochs, until the loader is closed or deleted.
+        multiprocessing_context: how workers start: "fork", "spawn", "forkserver", or a context. "spawn" and
+            "forkserver" pickle ``dataset``, ``collate`` and ``worker_init_fn``. Default: Python's.
+        worker_timeout_s: maximum seconds to wait for one microbatch of a worker; 0: no limit, as in torch.
         worker_init_fn: called in each worker with its number, from 0, before it reads. ``dataset`` is
             ``torch.utils.data.get_worker_info().dataset.dataset`` there.
 
     Raises:
-        ValueError: an argument is out of range, is about workers where there are none, or there is not one length for
-            each sample of ``dataset``. While iterating:
-            labels and ``num_loss_tokens`` disagree, or a packed batch has more tokens than ``max_tokens`` (where that
-            was given).
-        TypeError: ``policy`` is something else.
-        RuntimeError: while iterating: ranks have different numbers of microbatches and ``comm="auto"`` finds no ODC
-            at work; a worker died or was silent for too long, or the iteration was ended by another. Errors of
-            ``dataset`` and ``collate`` keep their type, and name the samples.
+        ValueError: an argument is out of range, a worker argument is given without workers, or the numbers of lengths
+            and samples differ. While iterating: labels and ``num_loss_tokens`` disagree, or a packed batch has more
+            tokens than a given ``max_tokens``.
+        TypeError: ``policy`` is neither a name nor a policy.
+        RuntimeError: while iterating: ranks have different numbers of microbatches and ``comm="auto"`` finds no active
+            ODC; a worker died or timed out; or another iteration has ended this one. Errors of ``dataset`` and
+            ``collate`` keep their type, and name the samples.
 
     Example:
         >>> session = odc.patch_fsdp(model)
@@ -317,13 +313,13 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     @property
     def num_taken(self) -> int:
-        """Samples that this rank has taken from others so far, with ``late_binding``."""
+        """With ``late_binding``, the number of samples that this rank has taken from others so far."""
         return 0 if self._shares is None else self._shares.num_taken
 
     @property
     def speeds(self) -> list[float]:
-        """Of the ranks, as the minibatch that was planned last assumes them; 1 is the usual one. With ``late_binding``
-        they are measured while training."""
+        """The ranks' speeds in the last planned minibatch; 1 is the usual speed. With ``late_binding`` they are
+        measured during training."""
         return [1.0] * self.sampler.world_size if self.sampler.speeds is None else self.sampler.speeds.tolist()
 
     def set_epoch(self, epoch: int) -> None:
@@ -338,7 +334,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int | str]:
-        """Where the loader is: a minibatch counts as done once it was handed out."""
+        """The position of the loader. A minibatch counts as done once it was yielded."""
         return {**self.sampler.identity(), "epoch": self.sampler.epoch, "num_minibatches_done": self._num_yielded}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -346,8 +342,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
         Raises:
             TypeError: the state is not a mapping.
-            ValueError: the state is of a loader that cuts its minibatches otherwise, lacks something, or is out of
-                range.
+            ValueError: the state is of a loader with other minibatches, is incomplete, or is out of range.
         """
         state = check_state(state, self.sampler.identity(), ("epoch", "num_minibatches_done"))
         epoch = as_count(state["epoch"], "epoch", minimum=0, maximum=None)
@@ -359,7 +354,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self._iterations.begin()
 
     def close(self) -> None:
-        """End the iteration, and workers that stay. Another iteration starts others."""
+        """End the iteration and persistent workers. A new iteration starts new workers."""
         self._iterations.begin()
         self._reader.close()
         if self._shares is not None:

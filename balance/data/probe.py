@@ -28,20 +28,21 @@ Forward = Callable[[dict[str, torch.Tensor]], Any]
 
 
 def check_packing(model: nn.Module, forward: Forward | None = None, *, vocab_size: int | None = None) -> None:
-    """Refuse a model whose packed samples see one another. Five tiny forwards, before training.
+    """Refuse a model in which packed samples attend to each other. Runs five tiny forwards; call it before training.
 
-    A model that is sharded, and not patched, must be asked on all ranks at once. Behind it gradients, random states and
-    each module's mode are what they were; without gradients, so no minibatch begins.
+    If the model is sharded but not patched, call this on all ranks at the same time. Gradients, random states and each
+    module's mode stay as they were. No graph is kept, so no minibatch begins.
 
     Args:
-        model: that will be trained, on its device.
-        forward: how the training loop calls it, from a row of :func:`pack_collate` on the model's device to its logits;
-            by default ``model(input_ids=row["input_ids"], position_ids=row["position_ids"])``. What the loop gives
-            besides decides: models of transformers need ``use_cache=False``.
-        vocab_size: token ids are below it; by default that of ``model.config``.
+        model: the model to train, on its device.
+        forward: calls the model as the training loop does: takes a row of :func:`pack_collate` on the model's device
+            and returns logits. Default: ``model(input_ids=row["input_ids"], position_ids=row["position_ids"])``. Pass
+            all arguments that the loop passes: models of transformers need ``use_cache=False``.
+        vocab_size: token ids are smaller than this; default: that of ``model.config``.
 
     Raises:
-        UnsupportedError: the model's name and what was measured, or why it could not be.
+        UnsupportedError: packed samples attend to each other, or this cannot be measured; the message says what was
+            measured.
 
     Example:
         >>> def forward(row):

@@ -22,32 +22,30 @@ _MEGABATCH = 50
 class MinibatchSampler:
     """Shuffles a dataset, cuts it into global minibatches and plans each of them.
 
-    A function of its arguments and the epoch alone: every rank that makes one with the same arguments gets
-    the same plans. Iterating yields the :class:`PlannedMinibatch` objects of the current epoch.
+    Plans depend only on the arguments and the epoch, so ranks with the same arguments get the same plans. Iterating
+    yields the :class:`PlannedMinibatch` objects of the current epoch.
 
     Args:
         lengths: tokens of each sample of the dataset, at least 1 each and at most 2**53 in all.
-        minibatch_size: samples per rank in a minibatch; a global minibatch has ``world_size`` times that.
+        minibatch_size: samples per rank in a minibatch; a global minibatch has ``world_size`` times as many.
         world_size: number of ranks.
         policy: a name for :func:`~odc.balance.get_policy`, or a policy.
         cost: cost model.
-        max_tokens: most tokens in one microbatch; by default the longest sample of the dataset (paper section
-            5.1).
-        batch_size: samples per rank that a two-level policy ("verl-native") balances together before it cuts
-            them into minibatches, a multiple of ``minibatch_size``; in RL what one rollout gives. Default:
-            all of an epoch. Other policies look at one minibatch at a time.
+        max_tokens: maximum tokens per microbatch; default: the longest sample of the dataset (paper section 5.1).
+        batch_size: samples per rank that a two-level policy ("verl-native") balances together before it cuts them into
+            minibatches; a multiple of ``minibatch_size``. In RL these are the samples of one rollout. Default: all
+            samples of an epoch. Other policies plan one minibatch at a time.
         microbatch_cost, speeds: see :meth:`Policy.plan`.
-        seed: of the shuffle, at least 0.
-        shuffle: without it, samples keep their order in every epoch.
-        group_by_length: put samples of like lengths into the same minibatch, as :func:`grouped_by_length` does. Then
-            ranks hardly wait, but a step has long samples only, and the next one short ones.
-        drop_last: leave out the samples after the last full minibatch of an epoch; else they form a smaller
-            one.
+        seed: seed of the shuffle, at least 0.
+        shuffle: False keeps the samples in their order in every epoch.
+        group_by_length: put samples of similar lengths into the same minibatch, see :func:`grouped_by_length`. Then
+            ranks hardly wait, but some steps have only long samples and others only short ones.
+        drop_last: leave out the samples after the last full minibatch of an epoch; otherwise they form a smaller one.
 
     Raises:
         ValueError: an argument is out of range, a sample is longer than ``max_tokens``, or there would be no
             minibatch.
-        TypeError: ``policy`` is something else.
+        TypeError: ``policy`` is neither a name nor a policy.
 
     Example:
         >>> lengths = [5, 90, 30, 40, 80, 10, 20, 60]
@@ -104,12 +102,12 @@ class MinibatchSampler:
 
     @property
     def global_size(self) -> int:
-        """Number of samples of a full minibatch, all ranks together."""
+        """Number of samples of a full minibatch on all ranks together."""
         return self.minibatch_size * self.world_size
 
     @property
     def speeds(self) -> FloatArray | None:
-        """Of each rank, (world_size,), in the minibatches that are planned next; None: all are equally fast."""
+        """The speed of each rank, (world_size,), for the minibatches that are planned next; None: all are equal."""
         return self._job.speeds
 
     def count_with(self, speeds: FloatArray | None, microbatch_cost: float | None = None) -> None:

@@ -45,94 +45,94 @@ _LONGEST_S = 10.0 * 365 * 86400
 
 
 class StreamLoader(Generic[SampleT, BatchT]):
-    """Iterates over the minibatches of a stream: of samples whose lengths are known only once they are read.
+    """Iterates over the minibatches of a stream, whose lengths are known only once samples are read.
 
-    The chain: every rank reads its part of the samples into a pool, cuts the pool into groups of samples that go
-    together (``grouping``), the ranks agree on what each does next (``align``), and each collates its groups. What
-    comes out is what :class:`~odc.balance.MinibatchLoader` gives: for each minibatch run every microbatch, multiply its
-    *summed* loss by ``minibatch.loss_scale``, backward; then step.
+    Every rank reads its part of the samples into a pool and cuts the pool into groups (``grouping``). The ranks agree
+    on what each does next (``align``), and each collates its groups. Use the minibatches like those of
+    :class:`~odc.balance.MinibatchLoader`: run every microbatch, multiply its *summed* loss by ``minibatch.loss_scale``,
+    backward; then step.
 
-    Nothing is lost, and nothing there twice: in an epoch every sample is trained on once, whether or not the ranks
-    divide their number. The stream depends on the arguments and the epoch, not on timing or on the number of workers
-    (as long as a sample depends on its index or place alone). Where an epoch ends, "steps" and "minibatch" deal the
-    samples of the last pools anew, so some ranks read some of them again.
+    In an epoch every sample is trained on exactly once, for any number of samples. The stream depends on the arguments
+    and the epoch, not on timing or the number of workers (if a sample depends only on its index or position). At the
+    end of an epoch, "steps" and "minibatch" redistribute the samples of the last pools, so some ranks read some samples
+    again.
 
-    A rank that fails, leaves its loop or dies is named to the others where they exchange vectors, at their next round
-    at the latest. In between, collectives of theirs wait as they do for any rank that has failed.
+    If a rank fails, leaves its loop or dies, the others raise an error that names it, at their next exchange at the
+    latest. Collectives of the script in between wait as for any failed rank.
 
     Args:
-        dataset: gives sample i as ``dataset[i]`` and their number as ``len(dataset)``, or is any iterable.
-        transform: makes the sample of what the dataset gives (tokenizes it, say): where it is read, in a worker if
-            there are any, and of this rank's samples only. ``collate``, ``length`` and ``num_loss_tokens`` get what it
-            returns. Default: samples are as the dataset gives them.
-        collate: makes a batch of a list of samples. It gets an empty list where a rank has to go through a step without
-            samples ("dgap", "steps"), and must return a batch whose summed loss is 0.
-        rank, world_size: of this process, among those that share the data.
-        mesh: in place of these two and ``group``, the dimensions of a ``DeviceMesh`` over which ranks have different
-            samples, see :class:`~odc.balance.MinibatchLoader`. Ranks that differ in other dimensions only read, pool
-            and get the same; nothing is exchanged between them.
-        max_tokens: most tokens of a microbatch, padding included. A longer sample is refused.
-        length: tokens of a sample. Called where the sample is read, in a worker if there are any.
-        num_loss_tokens: tokens of a sample that have a loss; default: ``length(sample) - 1``, all but the first.
-        grouping: how a pool is cut into microbatches.
-            "token-budget": padded batches of similar lengths and about ``max_tokens`` (Online Dynamic Batching).
-            "prefer-closest", "prefer-first": padded batches around the oldest sample, as full as can be (load-balanced
-            dynamic batching). "pack": the same for packed batches. "pool-sort": the sorted pool in batches of
-            ``batch_size``, shuffled in the same way on all ranks (LengthPoolSort). "none": ``batch_size`` samples as
-            they come; batches of these two end early where ``max_tokens`` would be exceeded.
-        pool_size: most samples of a rank to choose from.
+        dataset: has samples ``dataset[i]`` and ``len(dataset)``, or is any iterable.
+        transform: makes a sample from what the dataset yields (by tokenizing, for example). Runs in workers if there
+            are any, for this rank's samples only. ``collate``, ``length`` and ``num_loss_tokens`` get its result.
+            Default: no transform.
+        collate: makes a batch from a list of samples. If a rank has no samples in a step ("dgap", "steps"), it gets an
+            empty list and must return a batch whose summed loss is 0.
+        rank, world_size: this process's rank among those that share the data, and their number.
+        mesh: instead of ``rank``, ``world_size`` and ``group``, the data-parallel dimensions of a ``DeviceMesh``, see
+            :class:`~odc.balance.MinibatchLoader`. Ranks that differ only in other dimensions read the same samples and
+            get the same microbatches, without communication.
+        max_tokens: maximum tokens per microbatch, including padding. A longer sample is refused.
+        length: returns the tokens of a sample. Called where the sample is read, in a worker if there are any.
+        num_loss_tokens: returns the tokens of a sample that have a loss; default: ``length(sample) - 1``, all but the
+            first.
+        grouping: how a pool is cut into microbatches. "token-budget": padded batches of similar lengths and about
+            ``max_tokens`` (Online Dynamic Batching). "prefer-closest", "prefer-first": padded batches around the oldest
+            sample, as full as possible (load-balanced dynamic batching). "pack": the same for packed batches.
+            "pool-sort": the sorted pool in batches of ``batch_size``, shuffled in the same way on all ranks
+            (LengthPoolSort). "none": ``batch_size`` samples in their order. Batches of the last two end early if
+            ``max_tokens`` would be exceeded.
+        pool_size: maximum number of samples in a rank's pool.
         batch_size: samples of a microbatch, for "pool-sort" and "none".
-        align: what ranks have in common.
-            "dgap": they have equally many steps of one microbatch each, as collectives need: groups are split or put
-            back into pools until all ranks have as many (ODB). One exchange per round of steps.
-            "steps": the same, but each rank knows the lengths in all pools, and the padded microbatches of a step are
-            chosen so that they cost the same on all ranks; with grouping="token-budget", whose groups these replace.
-            "minibatch": they have the same cost until the end of each minibatch, and any number of microbatches, which
-            needs ODC: from a quota that all agree on, each fills its minibatch out of its own pool. One exchange per
-            minibatch. "none": nothing, no communication. Ranks may have different numbers of steps.
-        join: with "dgap", go on until no rank has anything left. Else an epoch ends once as many samples as the dataset
-            has were trained on, and data begins anew, in another order, whenever the first rank has nothing left: some
-            samples of an epoch come twice then, and some not. An iterable, of unknown size, ends where it would begin
-            anew.
-        minibatch_size: with "minibatch", samples of a rank in a minibatch on average; at most a quarter of
+        align: how ranks are kept equal. "dgap": all ranks have the same number of steps with one microbatch each, as
+            collectives need. Groups are split or put back into pools until numbers are equal (ODB). One exchange per
+            round of steps. "steps": the same, but each rank knows the lengths in all pools, and the padded microbatches
+            of a step have about the same cost on all ranks. They replace the groups of grouping="token-budget".
+            "minibatch": all ranks have the same cost per minibatch, and any number of microbatches, which needs ODC.
+            All agree on a quota, and each fills its minibatch from its own pool. One exchange per minibatch. "none": no
+            communication. Ranks may have different numbers of steps.
+        join: with "dgap", continue until no rank has samples left. False: an epoch ends once the number of trained
+            samples equals the size of the dataset. Whenever a rank has no samples left, the data restarts in another
+            order, so some samples of an epoch come twice and others not at all. An iterable of unknown size ends
+            instead of restarting.
+        minibatch_size: with "minibatch", the average number of samples per rank in a minibatch; at most a quarter of
             ``pool_size``. An epoch of a dataset with indices has ``ceil(num_samples / (world_size * minibatch_size))``
             minibatches, which is ``len()`` of the loader.
-        gradient_accumulation_steps: steps of "dgap", "steps" and "none" that make one minibatch.
+        gradient_accumulation_steps: the number of steps of "dgap", "steps" and "none" per minibatch.
         cost: cost model of a sample, for "steps" and "minibatch"; default: its length.
-        loss_scaling: what the gradient is that of, with t the loss tokens of a rank and n its samples in a minibatch.
-            "exact": the mean over all loss tokens of the minibatch. "approx": of ranks' means over theirs, weighted by
-            n times the mean loss tokens per sample in a rank's pool. "sample": weighted by n. "none": all the same.
-            (ODB, equation 2 and appendix B.)
-        seed, shuffle: of the order of a dataset with indices. An iterable has its own order; ``dataset.set_epoch`` is
-            called if there is one. Without ``shuffle`` the groups of a sorted pool come as in ODB, the shortest samples
-            first; else in a random order, the same on all ranks that are aligned.
-        sampler: gives the order of an epoch of a dataset with indices instead, the same on all ranks: any iterable of
-            indices with a length. It may leave samples out or repeat them; its ``set_epoch`` is called if there is one.
-            To resume, it must give the same order again for an epoch.
-        infinite: another epoch follows each, in another order, without an end to the pools between them.
-        iterable_yields: what an iterable dataset yields on a rank. "all": every sample, in an order that is the same in
-            every rank and worker, each of which keeps its part. "rank": only those of this rank. "worker": only those
-            of this rank, and in a worker only those of that worker (``torch.utils.data.get_worker_info()``).
-        check_batches: compare the batches with the samples, as far as they have ``input_ids`` and ``labels``.
-        comm: "odc" lets "minibatch" give ranks different numbers of microbatches without looking whether ODC is at
-            work, see :class:`~odc.balance.MinibatchLoader`.
-        late_binding: ranks that are through before others take samples from these, see
-            :class:`~odc.balance.MinibatchLoader`: from what the others have chosen for this minibatch, so minibatches
-            are those that they would be without it. For align="minibatch", grouping="pack", loss_scaling="exact" and a
-            dataset with indices, whose samples any rank can read. One more exchange per minibatch.
-        microbatch_cost: with ``late_binding``, what a further microbatch costs besides its samples, in the unit of
-            ``cost``.
-        group: the process group of the ranks that share the data; default: all of ``torch.distributed``. It is not
-            communicated in: the loader makes gloo connections of its own between the same ranks.
-        exchange_timeout_s: most seconds to wait for the other ranks.
+        loss_scaling: the loss whose gradient results. "exact": the mean over all loss tokens of the minibatch. The
+            others are weighted means of each rank's mean over its own loss tokens. Weights are, for n samples of a rank
+            in the minibatch: "approx": n times the mean loss tokens per sample in the rank's pool; "sample": n; "none":
+            equal. (ODB, equation 2 and appendix B.)
+        seed, shuffle: order of a dataset with indices. An iterable has its own order; ``dataset.set_epoch`` is called
+            if it exists. Without ``shuffle`` the groups of a sorted pool come shortest first, as in ODB; otherwise in a
+            random order that is the same on all aligned ranks.
+        sampler: gives the order of a dataset with indices instead: any iterable of indices with a length, the same on
+            all ranks. It may leave out or repeat samples; its ``set_epoch`` is called if it exists. Resuming needs the
+            same order for an epoch again.
+        infinite: epochs follow each other without end, each in another order; pools are not emptied between epochs.
+        iterable_yields: what an iterable dataset yields on a rank. "all": every sample, in the same order in every rank
+            and worker; each keeps its part. "rank": only samples of this rank. "worker": only samples of this rank, and
+            in a worker only those of that worker (``torch.utils.data.get_worker_info()``).
+        check_batches: compare batches with their samples, if they have ``input_ids`` and ``labels``.
+        comm: "odc" permits different numbers of microbatches ("minibatch") without checking that ODC is active, see
+            :class:`~odc.balance.MinibatchLoader`.
+        late_binding: ranks that finish early take samples of the same minibatch from slower ranks, see
+            :class:`~odc.balance.MinibatchLoader`. Minibatches have the same samples as without it. Needs
+            align="minibatch", grouping="pack", loss_scaling="exact" and a dataset with indices, whose samples any rank
+            can read. One more exchange per minibatch.
+        microbatch_cost: with ``late_binding``, the fixed cost of a microbatch in addition to its samples, in the unit
+            of ``cost``.
+        group: the process group of the ranks that share the data; default: all ranks. The loader does not use this
+            group to communicate; it makes its own gloo connections between the same ranks.
+        exchange_timeout_s: maximum seconds to wait for the other ranks.
         num_workers, prefetch_factor, persistent_workers, multiprocessing_context, worker_timeout_s, worker_init_fn: as
-            of :class:`~odc.balance.MinibatchLoader`. Workers read and measure samples; they are collated here.
+            in :class:`~odc.balance.MinibatchLoader`. Workers read samples and their lengths; this process collates.
 
     Raises:
-        ValueError: an argument is out of range, or makes no sense beside another. While iterating: a sample is longer
-            than ``max_tokens``, has no length, or is not in its batch.
-        TypeError: something is not what it should be.
-        RuntimeError: while iterating: "minibatch" without ODC, or the iteration was ended by another.
+        ValueError: an argument is out of range or contradicts another. While iterating: a sample is longer than
+            ``max_tokens``, has no length, or is missing in its batch.
+        TypeError: an argument has the wrong type.
+        RuntimeError: while iterating: "minibatch" without active ODC, or another iteration has ended this one.
         OdcError: while iterating: another rank failed, died, or left its loop; its number is in the message.
 
     Example:
@@ -315,7 +315,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
 
     @property
     def num_taken(self) -> int:
-        """Samples that this rank has taken from others so far, with ``late_binding``."""
+        """With ``late_binding``, the number of samples that this rank has taken from others so far."""
         return 0 if self._shares is None else self._shares.num_taken
 
     def set_epoch(self, epoch: int) -> None:
@@ -331,20 +331,21 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank is, for JSON: a minibatch counts as done once it was handed out.
+        """This rank's position, as JSON values. A minibatch counts as done once it was yielded.
 
-        Every rank keeps its own. Samples in the pool are known by their place in the order, and read again.
+        Every rank must keep its own state. Samples in the pool are stored by their position in the order, and read
+        again.
         """
         return {**self._identity(), "epoch": self.epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, at the next iteration, after the minibatches that were done when ``state`` was taken.
 
-        All ranks do so, each with a state of its own that was taken after the same minibatch.
+        All ranks must do this, each with its own state. The states must be taken after the same minibatch.
 
         Raises:
             TypeError: the state is not a mapping.
-            ValueError: the state is of a loader that makes other minibatches, or of another rank, or lacks something.
+            ValueError: the state is of a loader with other minibatches or of another rank, or is incomplete.
         """
         state = check_state(state, self._identity(), _PLACE)
         epoch = as_count(state["epoch"], "epoch", minimum=0, maximum=None)
@@ -358,7 +359,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self._iterations.begin()
 
     def close(self) -> None:
-        """End the iteration, workers that stay, and the connections to other ranks. Call it on every rank."""
+        """End the iteration, persistent workers and the connections to other ranks. Call it on every rank."""
         self._iterations.begin()
         self._reader.close()
         if self._shares is not None:
