@@ -66,16 +66,15 @@ class PackedOnDemand(OfRanks):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The microbatches of every rank for one minibatch; validated, and not meant to be changed.
+    """The microbatches of every rank for one minibatch. Plans are validated; do not change them.
 
-    Sample indices count within the minibatch: they point into ``lengths`` and ``costs``. Ranks may have
-    different numbers of microbatches, also none. An empty microbatch has no sample: under collectives, which
-    every rank must join as often as the others, the rank runs a dummy forward and backward whose loss counts
-    nothing.
+    Sample indices are positions in ``lengths`` and ``costs``. Ranks may have different numbers of microbatches, also
+    none. An empty microbatch has no sample: under collectives, which all ranks must join equally often, the rank runs a
+    dummy forward and backward without loss.
 
     Raises:
-        ValueError: a sample is missing or there twice, a microbatch exceeds ``max_tokens``, there is no rank,
-            lengths or costs are not what they should be, or ``attention_costs`` and ``layout`` do not fit together.
+        ValueError: a sample is missing or occurs twice, a microbatch exceeds ``max_tokens``, there is no rank, lengths
+            or costs are invalid, or ``attention_costs`` and ``layout`` do not go together.
 
     Example:
         >>> policy = get_policy("lb-mini")
@@ -90,9 +89,8 @@ class Plan:
     """
 
     microbatches: Sequence[Parts]
-    """``microbatches[rank][m]``: the samples of microbatch m of a rank, in the order of execution. A rank's lists may
-    be made when they are looked at; where ranks pack for themselves, a rank's are packed, and their tokens checked,
-    only then."""
+    """``microbatches[rank][m]``: the samples of microbatch m of a rank, in the order of execution. If each rank packs
+    its own samples, the lists of a rank are made and checked only when they are accessed."""
 
     lengths: IntArray
     """Tokens of each sample, (num_samples,) int64."""
@@ -101,24 +99,24 @@ class Plan:
     """Cost of each sample in the unit of the cost model, (num_samples,) float64."""
 
     max_tokens: int
-    """Most tokens in one microbatch."""
+    """Maximum tokens per microbatch."""
 
     policy: str
     """Name of the policy that made the plan."""
 
     microbatch_cost: float = 0.0
-    """What every microbatch costs besides its samples, empty ones included."""
+    """Fixed cost of every microbatch, also of empty ones, in addition to its samples."""
 
     speeds: tuple[float, ...] | None = None
-    """Rank r takes its cost over ``speeds[r]``; None: all ranks are equally fast."""
+    """Rank r needs the time cost / ``speeds[r]``; None: all ranks are equally fast."""
 
     layout: Layout = "packed"
-    """Whether the samples of a microbatch stand one behind the other, or are padded to the longest of them: everywhere,
-    or in attention only."""
+    """Whether the samples of a microbatch are packed one after the other, or padded to the longest one, everywhere or
+    in attention only."""
 
     attention_costs: FloatArray | None = None
-    """The part of each of ``costs`` that is attention's, (num_samples,) float64; given if and only if ``layout`` is
-    "padded-attention", where attention costs what that of the longest sample does, times the number of samples."""
+    """The attention part of ``costs``, (num_samples,) float64; given if and only if ``layout`` is "padded-attention".
+    Attention then costs that of the longest sample times the number of samples."""
 
     def __post_init__(self) -> None:
         lengths, costs = as_lengths(self.lengths).copy(), as_costs(self.costs).copy()
@@ -161,12 +159,12 @@ class Plan:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of the minibatch, all ranks together."""
+        """Number of samples of the minibatch on all ranks together."""
         return int(self.lengths.size)
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
-        """Number of microbatches of each rank, empty ones included."""
+        """Number of microbatches of each rank, including empty ones."""
         return tuple(FlatMicrobatches.of(self.microbatches).counts.tolist())
 
     def tokens(self, rank: int) -> int:
@@ -175,25 +173,25 @@ class Plan:
 
     @property
     def peak_tokens(self) -> int:
-        """Number of tokens of the largest microbatch, padding included: what activation memory must hold."""
+        """Number of tokens of the largest microbatch, including padding: activation memory must hold it."""
         return int(self.microbatch_tokens().max(initial=0))
 
     @property
     def padding_fraction(self) -> float:
-        """Part of all tokens that are padding, from 0 to 1; 0 for an empty plan, and where only attention is padded."""
+        """Fraction of tokens that are padding, from 0 to 1; 0 for an empty plan, and if only attention is padded."""
         total = int(self.microbatch_tokens().sum())
         return 1.0 - int(self.lengths.sum()) / total if total else 0.0
 
     def microbatch_tokens(self) -> IntArray:
-        """Tokens of each microbatch, padding included, (world_size, largest number of microbatches)."""
+        """Tokens of each microbatch, including padding, (world_size, largest number of microbatches)."""
         return microbatch_tokens(self.microbatches, self.lengths, self.layout)
 
     def microbatch_times(self) -> FloatArray:
         """Time of each microbatch in units of cost, (world_size, largest number of microbatches).
 
-        That is the cost of its samples (in a padded layout, the number of samples times the cost of the longest; where
-        attention is padded, that for the attention, and the sum of the rest), plus ``microbatch_cost``, over the speed
-        of the rank; 0 where a rank has no such microbatch.
+        The time is the cost of the samples plus ``microbatch_cost``, divided by the speed of the rank; 0 for
+        microbatches that a rank does not have. In a padded layout, the cost of the samples is their number times the
+        cost of the longest; with padded attention this applies to the attention part only.
         """
         times = self._sample_costs()
         if self.microbatch_cost:
@@ -202,20 +200,19 @@ class Plan:
         return times if self.speeds is None else times / np.array(self.speeds)[:, None]
 
     def makespan(self, comm: Comm = "odc") -> float:
-        """Time until the last rank is done, in units of cost; communication itself takes no time.
+        """Time until the last rank finishes, in units of cost. Communication takes no time.
 
-        ``"collective"`` is equation (1) of the paper: every microbatch takes as long as its slowest rank, and
-        the minibatch takes their sum. ``"odc"``: ranks wait for each other only at the end of the minibatch,
-        so it takes as long as the slowest rank's sum. A rank that has fewer microbatches has cost 0 in the
-        missing ones.
+        ``"collective"`` is equation (1) of the paper: every microbatch takes as long as its slowest rank, and the
+        minibatch takes their sum. ``"odc"``: ranks wait for each other only at the end of the minibatch, so it takes as
+        long as the slowest rank's sum. Microbatches that a rank does not have cost 0.
 
         Raises:
-            ValueError: ``comm`` is something else.
+            ValueError: ``comm`` is neither.
         """
         return makespan(self.microbatch_times(), comm)
 
     def bubble_rate(self, comm: Comm = "odc") -> float:
-        """Idle device time over total device time, from 0 to 1 (paper section 5.2, appendix G).
+        """Idle device time divided by total device time, from 0 to 1 (paper section 5.2, appendix G).
 
         The total is ``world_size * makespan(comm)``, of which ``microbatch_times().sum()`` is work. 0 for an
         empty plan.
@@ -223,7 +220,7 @@ class Plan:
         return bubble_rate([self], comm)
 
     def explain(self) -> str:
-        """A short text for people: what each rank got, and how much of the time it would wait."""
+        """A short text that shows what each rank gets and how long it would wait."""
         lines = [
             f"{self.policy}: {_count(self.num_samples, 'sample')}, {_count(int(self.lengths.sum()), 'token')} "
             f"on {_count(self.world_size, 'rank')}, at most {_count(self.max_tokens, 'token')} a microbatch"
@@ -330,7 +327,7 @@ def _check_limit(policy: str, lengths: IntArray, layout: Layout, max_tokens: int
 
 @dataclass(frozen=True, eq=False)
 class PlannedMinibatch:
-    """One global minibatch: which samples of the dataset it has, and who trains on which of them.
+    """One global minibatch: its samples of the dataset, and the rank and microbatch of each.
 
     Example:
         >>> options = {"minibatch_size": 2, "world_size": 2, "policy": "lb-mini", "cost": LinearCost()}
@@ -365,9 +362,9 @@ def makespan(times: FloatArray, comm: Comm) -> float:
 
 
 def bubble_rate(plans: Iterable[Plan], comm: Comm = "odc") -> float:
-    """Total idle device time over total device time of several minibatches (paper appendix G).
+    """Total idle device time divided by total device time of several minibatches (paper appendix G).
 
-    Not the mean of the minibatches' rates: longer minibatches count for more. 0 if there is no work.
+    This is not the mean of the minibatches' rates: longer minibatches count more. 0 if there is no work.
 
     Example:
         >>> policy = get_policy("lb-mini")

@@ -49,10 +49,10 @@ class CostFit:
     """
 
     cost: QuadraticCost | LinearCost
-    """Seconds of a sample."""
+    """Cost model of a sample in seconds."""
 
     microbatch_s: float
-    """Seconds of a microbatch besides its samples: what policies call ``microbatch_cost``."""
+    """Fixed seconds of a microbatch in addition to its samples: the ``microbatch_cost`` of policies."""
 
     mean_relative_error: float
     """Mean of abs(predicted - measured) / measured."""
@@ -63,7 +63,7 @@ class CostFit:
 
     num_measurements: int
     worst: Measurement
-    """The one of the largest relative error."""
+    """The measurement with the largest relative error."""
 
     def predict(self, lengths: Lengths) -> FloatArray:
         """Seconds of microbatches, (num_microbatches,); ``lengths`` as for :func:`fit_cost`.
@@ -74,7 +74,7 @@ class CostFit:
         return np.array([self.microbatch_s + self.cost(samples).sum() for samples in _as_microbatches(lengths)])
 
     def explain(self) -> str:
-        """A short text for people: the coefficients, the errors, the worst measurement."""
+        """A short text with the coefficients, the errors and the worst measurement."""
         terms = [f"{self.cost.b:.3g} s per token"]
         if isinstance(self.cost, QuadraticCost):
             terms.insert(0, f"{self.cost.a:.3g} s per squared token")
@@ -94,21 +94,20 @@ class CostFit:
 def fit_cost(lengths: Lengths, seconds: npt.ArrayLike, *, form: Form = "quadratic", fixed: bool = True) -> CostFit:
     """Fit ``a * sum(s**2) + b * sum(s) + c`` to measured microbatches; no coefficient is negative.
 
-    Least squares of the relative errors, (predicted - measured) / measured: timing noise grows with the time,
-    and the short samples should fit as well as the long ones. Hence noise of relative deviation r makes the
-    predictions smaller than the true times, by about 2 r^2 of them.
+    Minimizes the squares of relative errors, (predicted - measured) / measured, because timing noise grows with the
+    time and short samples should fit as well as long ones. With noise of relative deviation r, predictions are too
+    small by about 2 r^2.
 
     Args:
-        lengths: tokens. Either one per measurement, (num_measurements,), for microbatches of one sample; or for
-            each measurement the lengths of the samples that were packed into its microbatch.
+        lengths: tokens. Either one number per measurement, (num_measurements,), for microbatches of one sample; or for
+            each measurement the list of the lengths in its packed microbatch.
         seconds: time of forward and backward of each measurement, (num_measurements,).
         form: "linear" leaves out ``a``.
         fixed: False leaves out ``c``.
 
     Raises:
-        ValueError: lengths or seconds are not what they should be, there are fewer measurements than
-            coefficients, the lengths are too much alike to tell the coefficients apart, or the times do not
-            grow with the lengths.
+        ValueError: lengths or seconds are invalid, there are fewer measurements than coefficients, the lengths are too
+            similar to determine the coefficients, or the times do not grow with the lengths.
 
     Example:
         >>> fit = fit_cost([1000, 2000, 4000, 8000], seconds=[0.11, 0.23, 0.52, 1.28])

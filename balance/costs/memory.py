@@ -18,10 +18,10 @@ _IDS = 2 * 8
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Bytes of one microbatch from its forward to its backward, all samples packed, with efficient attention.
+    """Bytes of the activations of one packed microbatch, with memory-efficient attention.
 
-    Kept per token and layer, as the layers of transformers 5 run without fusion or compilation (h hidden size, q
-    and k the widths of the queries and of the keys, m the MLP's intermediate size, d bytes of the model's type):
+    Per token and layer, a layer of transformers 5 without fusion or compilation keeps (h: hidden size, q and k: widths
+    of queries and keys, m: the MLP's intermediate size, d: bytes of the model's dtype):
 
     - each norm: its input in float32, its normalized input in d, 4 bytes of statistics; 2 norms of h per layer,
       and where queries and keys are normalized, norms of q + k with the statistics of each head;
@@ -52,13 +52,13 @@ class ActivationMemory:
     """
 
     kept_bytes_per_token: int
-    """What autograd keeps from the forward to the backward."""
+    """Bytes per token that autograd keeps from the forward to the backward."""
 
     transient_bytes_per_token: int
-    """What comes on top of it at the peak."""
+    """Further bytes per token at the peak."""
 
     fixed_bytes: int = 0
-    """What does not depend on the number of tokens: the head's chunk."""
+    """Bytes that do not depend on the number of tokens: the head's chunk."""
 
     def __post_init__(self) -> None:
         as_count(self.kept_bytes_per_token, "kept_bytes_per_token")
@@ -78,10 +78,10 @@ class ActivationMemory:
 
         Args:
             config: see :meth:`TransformerShape.from_config`.
-            dtype_bytes: bytes of the type that the model computes in.
+            dtype_bytes: bytes of the dtype in which the model computes.
             recompute: the backward runs each layer's forward again (full activation recomputation).
-            logits: "full": the logits of all tokens are there at once, and the loss is computed in float32.
-                "chunked": of ``chunk_tokens`` tokens at a time, both ways, so their bytes are fixed.
+            logits: "full": the logits of all tokens exist at once, and the loss is computed in float32. "chunked":
+                forward and backward compute logits of ``chunk_tokens`` tokens at a time, so their bytes are fixed.
             chunk_tokens: number of tokens in such a chunk.
 
         Raises:
@@ -111,7 +111,7 @@ class ActivationMemory:
         )
 
     def bytes(self, tokens: int) -> int:
-        """Peak of a microbatch of ``tokens`` tokens.
+        """Peak bytes of a microbatch of ``tokens`` tokens.
 
         Raises:
             ValueError: ``tokens`` is not an integer of at least 0.
@@ -120,7 +120,7 @@ class ActivationMemory:
         return self.fixed_bytes + tokens * (self.kept_bytes_per_token + self.transient_bytes_per_token)
 
     def max_tokens(self, budget_bytes: int) -> int:
-        """The most tokens in a microbatch whose peak is within ``budget_bytes``.
+        """The largest number of tokens of a microbatch whose peak is within ``budget_bytes``.
 
         Raises:
             ValueError: not even one token fits.
@@ -143,11 +143,12 @@ class ShardedState:
     backward, and its gradients; two layers, the one at work and the one gathered ahead; the gradients of one
     layer, and their copy in the type in which they are reduced.
 
-    Who communicates once a step keeps ``whole_bytes`` in place of the latter: all parameters in the type of the
-    computation, all gradients in the type in which they are reduced, and those of one layer as backward leaves them.
+    If communication happens only once per step, a rank keeps ``whole_bytes`` instead of this second part: all
+    parameters in the dtype of the computation, all gradients in the dtype in which they are reduced, and the gradients
+    of one layer as backward makes them.
 
-    ODC has ``on_demand_bytes`` besides: the copy of a shard that other ranks read, in the type of the computation, and
-    the sum that they add to, in the type in which gradients are reduced.
+    ODC also needs ``on_demand_bytes``: the copy of a shard that other ranks read, in the dtype of the computation, and
+    the sum of gradients that they add to, in the dtype in which gradients are reduced.
 
     Not counted: padding of shards to equal size, slots and words of a transport, temporaries of the optimizer.
 
@@ -185,12 +186,12 @@ class ShardedState:
         Args:
             config: see :meth:`TransformerShape.from_config`.
             world_size: number of ranks.
-            param_bytes: of a parameter as the model computes with it.
-            master_bytes: of a parameter as the optimizer keeps it.
-            grad_bytes: of a gradient as it is reduced and kept.
-            moment_bytes: of each of Adam's two moments.
-            gathered_layers: number of layers that are whole at once.
-            num_sharing: ranks that publish for each other and share sums, those of a host; None: all.
+            param_bytes: bytes of a parameter in the dtype of the computation.
+            master_bytes: bytes of a parameter in the optimizer.
+            grad_bytes: bytes of a gradient when it is reduced and kept.
+            moment_bytes: bytes of each of Adam's two moments.
+            gathered_layers: number of layers that are gathered at the same time.
+            num_sharing: number of ranks of a host, which share published parameters and sums; None: all ranks.
 
         Raises:
             ValueError: as :meth:`TransformerShape.from_config`, or a number is not a positive integer.
@@ -219,7 +220,7 @@ class ShardedState:
 
     @property
     def bytes(self) -> int:
-        """All of it; what a rank's memory has beyond this is left for activations."""
+        """The total; the rest of a rank's memory is left for activations."""
         return self.sharded_bytes + self.unsharded_bytes
 
 

@@ -19,7 +19,7 @@ from odc.errors import shorten, shown
 
 
 class CostModel(Protocol):
-    """Any callable of this shape is a cost model.
+    """A cost model: any function that maps an array of lengths to an array of costs.
 
     Example:
         >>> import numpy as np

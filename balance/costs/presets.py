@@ -53,7 +53,7 @@ _MISTRAL_SIZES = (4096, 32, 32, 8, 14336, 32000)
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names that :func:`preset` knows.
+    """All names of configurations for :func:`preset`.
 
     Example:
         >>> "qwen2.5-7b" in preset_names()
@@ -63,10 +63,10 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(name: str) -> Fields:
-    """A copy of the configuration called ``name``, case ignored; fields as in ``config.json``.
+    """A copy of the configuration ``name`` (case is ignored), with the fields of ``config.json``.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no configuration of this name.
 
     Example:
         >>> preset("qwen2.5-7b")["hidden_size"]

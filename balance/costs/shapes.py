@@ -70,8 +70,8 @@ class LayerShape:
 class TransformerShape:
     """A decoder-only transformer with RMSNorm and rotary positions.
 
-    The counts of parameters are those of the models in transformers, to the last one for the families in
-    ``families.py``. Weights of a vision tower are not counted.
+    For the families in ``families.py``, numbers of parameters equal those of the models in transformers. Weights of a
+    vision tower are not counted.
 
     Example:
         >>> shape = TransformerShape.from_config("qwen2.5-7b")
@@ -131,7 +131,7 @@ class TransformerShape:
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
-        """Parameters of each layer: what is gathered and pushed at once where every layer is an FSDP unit."""
+        """Parameters of each layer. If every layer is an FSDP unit, they are gathered and pushed at once."""
         return tuple(self._outside_mlp + layer.mlp.num_parameters(self.hidden_size) for layer in self.layers)
 
     @property
@@ -147,7 +147,7 @@ class TransformerShape:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that one token uses; all of them but the experts that it does not visit."""
+        """Parameters that one token uses: all but the experts that it does not visit."""
         mlps = sum(layer.mlp.num_active_parameters(self.hidden_size) for layer in self.layers)
         return mlps + self.num_layers * self._outside_mlp + self.root_parameters
 

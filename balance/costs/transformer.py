@@ -59,8 +59,8 @@ class LayerGroup:
 class TransformerCost:
     """FLOPs of the matrix products of one forward and backward of a decoder-only transformer.
 
-    The backward counts as two forwards, causal attention as half of all pairs. A token's experts count, the
-    others do not. Not counted: normalization, activation functions, softmax, the embedding lookup.
+    The backward counts as two forwards, causal attention as half of all pairs. Only the experts that a token visits
+    count. Not counted: normalization, activation functions, softmax, the embedding lookup.
 
     A cost model: calling it with lengths gives one cost per sample.
 
@@ -72,7 +72,8 @@ class TransformerCost:
     """
 
     groups: tuple[LayerGroup, ...]
-    """Kinds of layers, in the order in which the model has its first ones; the output head is the last, of 1 layer."""
+    """Kinds of layers, in the order of their first occurrence in the model. The last group is the output head, 1
+    layer."""
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -100,12 +101,12 @@ class TransformerCost:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs per token, all layers together, without attention's pairs."""
+        """FLOPs per token of all layers, without the pairs of attention."""
         return sum(group.num_layers * group.flops_per_token for group in self.groups)
 
     @property
     def flops_per_squared_token(self) -> float:
-        """FLOPs per squared token, all layers together.
+        """FLOPs per squared token of all layers.
 
         Raises:
             ValueError: some layers have a window, so the cost is no polynomial.
@@ -123,8 +124,7 @@ class TransformerCost:
         Args:
             config: see :meth:`TransformerShape.from_config`.
             gated_mlp: three matrices in an MLP (Llama, Qwen), else two.
-            recompute: the backward runs each layer's forward again (full activation recomputation). The head's
-                is not.
+            recompute: the backward runs each layer's forward again (full activation recomputation), but not the head's.
 
         Raises:
             ValueError: as :meth:`TransformerShape.from_config`.

@@ -16,10 +16,10 @@ Strategy = Literal["prefer-closest", "prefer-first", "pack"]
 def best_fit_batches(
     lengths: npt.ArrayLike, max_tokens: int, pool_size: int, strategy: Strategy = "prefer-closest"
 ) -> list[list[int]]:
-    """Cut a sequence of samples into batches, each the best fit among the next ``pool_size`` samples.
+    """Cut a sequence of samples into batches, each chosen as the best fit among the next ``pool_size`` samples.
 
-    Before each batch the pool is filled up; its oldest sample begins the batch, so none waits for more than
-    ``pool_size`` batches. Then, as long as one fits:
+    Before each batch the pool is filled up. The oldest sample in the pool begins the batch, so no sample waits for more
+    than ``pool_size`` batches. Then samples are added as long as one fits:
 
     - "prefer-closest", "prefer-first" (padded batches): the sample with which count x longest is least. Of equal ones
       that whose length is closest to the longest one of the batch, or the oldest; of equally close ones the oldest.

@@ -12,18 +12,18 @@ from odc.balance.checks import as_count, as_lengths
 def pool_sort(
     lengths: npt.ArrayLike, pool_size: int, batch_size: int = 1, *, shuffle: bool = True, num_before: int = 0
 ) -> list[int]:
-    """The order in which pools of samples are given out: each sorted by length, then shuffled by a seed that all share.
+    """The order of samples if each pool is sorted by length and then shuffled with a seed that all ranks share.
 
-    Every rank has a pool of the same law of lengths: the i-th of the sorted samples is about as long on each. The same
-    permutation keeps that, and takes away that a pool begins with short samples and ends with long ones. The seed is 42
-    plus the index of the sample that completed the pool, so it depends on ``pool_size`` alone.
+    The pools of all ranks have the same distribution of lengths, so the i-th sorted sample has about the same length on
+    each. The shared permutation keeps this, and mixes short and long samples. The seed is 42 plus the index of the
+    sample that completed the pool, so it depends on ``pool_size`` alone.
 
     Args:
         lengths: tokens of each sample of one rank, (num_samples,), at least 1 each, in the order in which they come.
         pool_size: samples that are sorted together; what is left in the end is a smaller pool.
         batch_size: samples that stay together when a pool is shuffled, so that a batch is of about one length. (Single
             samples, as published, have a batch of 4 padded by about half.) What is left of a pool stays at its end.
-        shuffle: without it a pool is in the order of its lengths.
+        shuffle: False leaves a pool sorted by length.
         num_before: samples of the rank that came before these.
 
     Returns:

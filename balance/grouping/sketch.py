@@ -14,7 +14,7 @@ _HIGH_CV, _MANY_SHORT = 0.8, 0.2
 
 @dataclass(frozen=True)
 class LengthSketch:
-    """Two features of a sample of lengths: 1,000 to 5,000 are enough.
+    """Two features of a dataset's lengths; a sample of 1,000 to 5,000 lengths is enough.
 
     Example:
         >>> sketch = sketch_lengths([100, 120, 150, 4000], max_tokens=8192)
@@ -27,14 +27,15 @@ class LengthSketch:
     """Tokens."""
 
     cv: float
-    """Coefficient of variation, the standard deviation over the mean: how much padding there would be."""
+    """Coefficient of variation (standard deviation / mean), which shows how much padding there would be."""
 
     short_fraction: float
-    """f_s, the part that is shorter than a quarter of the token budget: how much larger batches could be."""
+    """f_s, the fraction of lengths below a quarter of the token budget, which shows how much larger batches could
+    be."""
 
     @property
     def is_promising(self) -> bool:
-        """Whether one of the two is high, as where ODB has gained most: CV of about 0.8, or f_s above 0.2."""
+        """Whether CV (about 0.8) or f_s (above 0.2) is as high as in the cases where ODB gained most."""
         return self.cv >= _HIGH_CV or self.short_fraction > _MANY_SHORT
 
     @property
@@ -52,7 +53,7 @@ def sketch_lengths(lengths: npt.ArrayLike, max_tokens: int) -> LengthSketch:
 
     Args:
         lengths: tokens of each sample, (num_samples,), at least one sample and 1 each.
-        max_tokens: of a padded batch.
+        max_tokens: token budget of a padded batch.
 
     Raises:
         ValueError: an argument is out of range.

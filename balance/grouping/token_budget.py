@@ -52,7 +52,7 @@ def token_budget_groups(lengths: npt.ArrayLike, max_tokens: int) -> list[Group]:
 def align_groups(
     groups: Sequence[Sequence[Sequence[int]]], capacities: Sequence[int]
 ) -> tuple[list[list[Group]], list[list[int]]]:
-    """As many groups on every rank that has any: those of some ranks are split, others give some back.
+    """Give every rank that has groups the same number of them: some ranks split groups, others give some back.
 
     ODB, equation (3) and algorithm 1. The number is the largest that an active rank (one that has groups) has, but no
     more than the smallest capacity and the smallest number of samples of an active rank. A rank with fewer splits
@@ -61,7 +61,7 @@ def align_groups(
 
     Args:
         groups: of each rank, lists of that rank's samples; none of them empty.
-        capacities: microbatches that each rank may still emit, (world_size,); 0: as many as it likes.
+        capacities: microbatches that each rank may still emit, (world_size,); 0: no limit.
 
     Returns:
         The groups of each rank, equally many on all active ones and none on the others; a sample that was split off

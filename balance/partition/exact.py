@@ -21,7 +21,7 @@ from odc.errors import shown
 
 @dataclass(frozen=True)
 class ExactPartition:
-    """A partition, and how much better another one can be at most. Makespans are in units of cost / speed.
+    """A partition, with a bound on how much better any other one can be. Makespans are in units of cost / speed.
 
     Example:
         >>> found = exact_partition([8, 7, 6, 5, 4], 2)
@@ -33,13 +33,13 @@ class ExactPartition:
     """The items of each part, ascending."""
 
     makespan: float
-    """The time of the part that ends last."""
+    """The largest time of a part."""
 
     lower_bound: float
-    """Proved: no partition has a smaller makespan."""
+    """A proved lower bound: no partition has a smaller makespan."""
 
     seconds: float
-    """How long it took to find and prove this."""
+    """Seconds to find and prove this result."""
 
     @property
     def optimal(self) -> bool:

@@ -24,7 +24,7 @@ _WORTH_ANOTHER = 1e-3
 def karmarkar_karp(
     costs: npt.ArrayLike, k: int, *, equal_size: bool = False, speeds: npt.ArrayLike | None = None
 ) -> list[list[int]]:
-    """Split the items 0 .. len(costs) - 1 into ``k`` parts whose largest total cost (the makespan) is small.
+    """Split the items 0 .. len(costs) - 1 into ``k`` parts with a small makespan (the largest total cost of a part).
 
     The largest differencing method (Karmarkar and Karp 1982; paper appendix C, Listing 1) and longest
     processing time first, each then improved by moves and swaps, the better result also by splitting pairs of
@@ -35,8 +35,8 @@ def karmarkar_karp(
         costs: one number per item, 0 or at least 1e-140, at most 1e140 in all.
         k: number of parts, at least 1.
         equal_size: all parts get ``len(costs) / k`` items.
-        speeds: part p takes its total cost divided by ``speeds[p]``, (k,), from 1e-9 to 1e9; the makespan is
-            the longest such time. Default: all the same.
+        speeds: part p needs the time total cost / ``speeds[p]``, (k,), from 1e-9 to 1e9; the makespan is the longest
+            such time. Default: all equal.
 
     Returns:
         ``k`` lists of indices, each ascending; together every index once. Without ``speeds``, parts are

@@ -29,7 +29,7 @@ _POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_names() -> list[str]:
-    """The names that :func:`get_policy` knows.
+    """All names of policies for :func:`get_policy`.
 
     Example:
         >>> {"lb-micro", "lb-mini"} <= set(policy_names())
@@ -42,7 +42,7 @@ def get_policy(name: str) -> Policy:
     """The policy called ``name``.
 
     Raises:
-        ValueError: there is none of that name, or it is no name.
+        ValueError: there is no policy of that name, or ``name`` is not a string.
 
     Example:
         >>> policy = get_policy("lb-mini")

@@ -63,8 +63,8 @@ class Job:
 class Policy(ABC):
     """Decides which rank trains on which samples, and packs them. Stateless and deterministic.
 
-    Within a rank, microbatches are in the order of their cost, the costliest first, unless the policy says
-    otherwise. Where all ranks have the same number, no other order has a smaller makespan under collectives.
+    A rank's microbatches are ordered by cost, the costliest first, unless the policy says otherwise. If all ranks have
+    the same number of microbatches, no other order has a smaller makespan under collectives.
 
     Example:
         >>> class RoundRobin(Policy):
@@ -78,13 +78,13 @@ class Policy(ABC):
     """
 
     name: ClassVar[str]
-    """What :func:`~odc.balance.get_policy` knows it by."""
+    """The policy's name for :func:`~odc.balance.get_policy`."""
 
     equal_counts: ClassVar[bool] = True
     """Whether all ranks get the same number of microbatches, as collectives need."""
 
     two_level: ClassVar[bool] = False
-    """Whether it looks at a whole global batch before it cuts that into minibatches."""
+    """Whether the policy divides a whole global batch before it cuts it into minibatches."""
 
     def plan(
         self,
@@ -102,11 +102,12 @@ class Policy(ABC):
             lengths: tokens of each sample of the global minibatch, integers of at least 1, at most 2**53 in all;
                 may be empty.
             world_size: number of ranks.
-            max_tokens: most tokens in one microbatch, what memory allows.
-            cost: what a sample costs, see :mod:`odc.balance.costs`: 0 or at least 1e-140, at most 1e140 in all.
-            microbatch_cost: what every microbatch costs besides its samples, in the unit of ``cost``.
-            speeds: of each rank, (world_size,), from 1e-9 to 1e9: rank r takes ``cost / speeds[r]``. Default:
-                all the same. "none" and "local-sort" do not make use of them.
+            max_tokens: maximum tokens per microbatch, limited by memory.
+            cost: cost model of a sample, see :mod:`odc.balance.costs`. Costs are 0 or at least 1e-140, at most 1e140 in
+                all.
+            microbatch_cost: fixed cost of every microbatch in addition to its samples, in the unit of ``cost``.
+            speeds: speed of each rank, (world_size,), from 1e-9 to 1e9: rank r needs the time ``cost / speeds[r]``.
+                Default: all equal. "none" and "local-sort" ignore them.
 
         Raises:
             ValueError: a sample is longer than ``max_tokens``, or an argument is out of range.
@@ -123,10 +124,10 @@ class Policy(ABC):
         )
 
     def plan_batch(self, job: Job, minibatch_size: int, seed: int, first: int = 0) -> Iterator[PlannedMinibatch]:
-        """Cut a global batch into minibatches of ``minibatch_size`` samples per rank and plan each when it is due.
+        """Cut a global batch into minibatches of ``minibatch_size`` samples per rank, and plan each when it is yielded.
 
-        In the order given, the last one possibly smaller, from minibatch number ``first`` on; those before it
-        are not planned. ``seed`` is for policies that shuffle.
+        Samples keep their order; the last minibatch may be smaller. Minibatches before number ``first`` are not
+        planned. ``seed`` is used by policies that shuffle.
         """
         global_size = minibatch_size * job.world_size
         for start in range(first * global_size, job.lengths.size, global_size):
@@ -135,7 +136,7 @@ class Policy(ABC):
 
     @abstractmethod
     def assign(self, job: Job) -> Sequence[Parts]:
-        """``microbatches[rank][m]`` as lists of sample indices; where ranks pack for themselves, a
+        """``microbatches[rank][m]`` as lists of sample indices; if each rank packs its own samples, a
         :class:`~odc.balance.plan.PackedOnDemand`."""
 
     def plan_job(self, job: Job) -> Plan:

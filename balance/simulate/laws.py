@@ -83,7 +83,7 @@ LAWS: dict[str, Law] = {
 
 
 def law_names() -> list[str]:
-    """The names that :func:`sample_lengths` knows.
+    """All names of length laws for :func:`sample_lengths`.
 
     Example:
         >>> law_names()
@@ -93,12 +93,12 @@ def law_names() -> list[str]:
 
 
 def even_lengths(law: str | Law, num_samples: int) -> IntArray:
-    """``num_samples`` lengths (tokens) spread evenly over the law: what it says, without the noise of a draw.
+    """``num_samples`` lengths (tokens) spread evenly over the law, without the noise of random samples.
 
-    In the order of their quantiles; shuffle them before cutting minibatches.
+    Lengths are in the order of their quantiles. Shuffle them before cutting minibatches.
 
     Raises:
-        ValueError: there is no law of that name, or ``num_samples`` is below 1.
+        ValueError: there is no law of that name, or ``num_samples`` is less than 1.
 
     Example:
         >>> even_lengths("longalign", 5)
@@ -111,7 +111,7 @@ def even_lengths(law: str | Law, num_samples: int) -> IntArray:
 
 
 def sample_lengths(law: str | Law, num_samples: int, seed: int = 0) -> IntArray:
-    """Draw ``num_samples`` lengths (tokens); the same for the same arguments, whatever the numpy version.
+    """Draw ``num_samples`` lengths (tokens). The same arguments give the same lengths with every numpy version.
 
     Raises:
         ValueError: there is no law of that name, or a number is out of range.

@@ -30,7 +30,7 @@ class LayeredCost(Protocol):
 
 @dataclass(frozen=True)
 class Machine:
-    """How real devices differ from what plans assume. The default does not differ.
+    """How real devices differ from the assumptions of plans. The default has no differences.
 
     Times are in the unit of the cost model, for a device of speed 1.
 
@@ -43,10 +43,10 @@ class Machine:
     """
 
     noise: float = 0.0
-    """Standard deviation of a sample's true cost over its estimate; the factor is lognormal with mean 1."""
+    """Standard deviation of the ratio of a sample's true cost to its estimate; the ratio is lognormal with mean 1."""
 
     speeds: tuple[float, ...] | None = None
-    """True speed of each rank, one number from 1e-9 to 1e9 each; None: those of the plan."""
+    """True speed of each rank, from 1e-9 to 1e9; None: the speeds of the plan."""
 
     gather: float = 0.0
     """Time of one gather of one layer's parameters; two per layer and microbatch, forward and backward."""
@@ -55,19 +55,19 @@ class Machine:
     """Time of one push of one layer's gradients; one per layer and microbatch, in the backward."""
 
     overlap: float = 1.0
-    """From 0 to 1, the part of the communication that compute hides, as far as there is compute."""
+    """Fraction of the communication, from 0 to 1, that compute hides, as far as there is compute."""
 
     num_layers: int = 1
     """Layers that communicate, for a cost model that has no layers of its own."""
 
     forward_share: float = 1 / 3
-    """Part of the compute that is the forward: 1/4 if the backward computes all activations anew."""
+    """Fraction of the compute in the forward: 1/4 if the backward recomputes all activations."""
 
     seed: int = 0
-    """Of the noise."""
+    """Seed of the noise."""
 
     synchronization: float = 0.0
-    """Time of what ranks exchange once a minibatch, when all have come to its end: nothing hides it."""
+    """Time of communication at the end of each minibatch, which nothing hides."""
 
     def __post_init__(self) -> None:
         costs = ("noise", "gather", "scatter", "synchronization", "overlap", "forward_share")

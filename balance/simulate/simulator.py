@@ -26,7 +26,7 @@ _ROWS_OF = 1000
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
-    """A dataset and how it is trained on; the fields are those of :class:`~odc.balance.MinibatchSampler`.
+    """A dataset and its training settings; the fields are those of :class:`~odc.balance.MinibatchSampler`.
 
     Example:
         >>> cost = TransformerCost.from_config("qwen2.5-1.5b")
@@ -48,7 +48,7 @@ class Scenario:
     group_by_length: bool = False
 
     def sampler(self, policy: str | Policy) -> MinibatchSampler:
-        """The minibatches of one epoch; a tail that is no full minibatch is dropped, as in the paper.
+        """The minibatches of one epoch. An incomplete last minibatch is dropped, as in the paper.
 
         Raises:
             ValueError: a field is out of range.
@@ -68,8 +68,8 @@ class Scenario:
         )
 
     def on_groups(self, size: int, cost: CostModel, max_tokens: int) -> Scenario:
-        """The same minibatches where groups of ``size`` neighbouring ranks compute together, each of them a rank of
-        the plans; a group is as fast as its slowest device.
+        """The same minibatches for groups of ``size`` neighbouring ranks that compute together. A group counts as one
+        rank of the plans, as fast as its slowest device.
 
         Args:
             size: a divisor of the number of ranks.
@@ -121,10 +121,10 @@ class PlannedEpoch:
         return self.sampler.policy
 
     def run(self, comm: Comm, machine: Machine | None = None) -> Simulation:
-        """What the epoch takes on ``machine`` (default: exactly what the plans assume).
+        """Simulate the epoch on ``machine`` (default: exactly as the plans assume).
 
         Raises:
-            ValueError: ``comm`` is neither "odc" nor "collective", or the machine has speeds of other ranks.
+            ValueError: ``comm`` is neither "odc" nor "collective", or the machine has another number of ranks.
         """
         stopwatch = Stopwatch(self.scenario.cost, self.sampler.lengths, machine or Machine())
         elapsed = [stopwatch.time(minibatch.plan, minibatch.samples, comm) for minibatch in self.minibatches]
@@ -161,22 +161,22 @@ class Simulation:
     """Number of tokens of the largest microbatch."""
 
     makespans: npt.NDArray[np.float64] = field(repr=False)
-    """What each minibatch takes, (num_minibatches,)."""
+    """Time of each minibatch, (num_minibatches,)."""
 
     busy: float
-    """Time of all ranks together in which they did not wait for each other."""
+    """Total time in which ranks did not wait for each other, over all ranks."""
 
     planning_s: float
     """Seconds of planning per minibatch, on this machine."""
 
     @property
     def total(self) -> float:
-        """What the epoch takes."""
+        """Time of the epoch."""
         return float(self.makespans.sum())
 
     @property
     def bubble_rate(self) -> float:
-        """Idle device time over total device time of the epoch, from 0 to 1 (paper appendix G)."""
+        """Idle device time divided by total device time of the epoch, from 0 to 1 (paper appendix G)."""
         return max(0.0, 1 - self.busy / (self.world_size * self.total)) if self.total else 0.0
 
     @property
@@ -185,7 +185,7 @@ class Simulation:
         return self.num_samples / self.total if self.total else 0.0
 
     def speedup(self, baseline: Simulation) -> float:
-        """Throughput over that of ``baseline``."""
+        """Throughput divided by that of ``baseline``."""
         return self.samples_per_time / baseline.samples_per_time
 
 
