@@ -27,11 +27,11 @@ from odc.trainers.trainer import current
 
 
 class Minibatches:
-    """The optimizer steps of an epoch; each is the list of this rank's batches. See :func:`minibatches`.
+    """Iterates over the optimizer steps of an epoch; each is the list of this rank's batches. See :func:`minibatches`.
 
-    With ``online``, ``state_dict()`` tells where this rank is (behind the step that was handed out last), for JSON, and
-    ``load_state_dict`` goes on from there at the next iteration, in the epoch of the state. All ranks do so, each with
-    a state of its own.
+    With ``online``, ``state_dict()`` returns this rank's position after the last yielded step, as JSON values. After
+    ``load_state_dict`` the next iteration continues from there, in the epoch of the state. All ranks must do this, each
+    with its own state.
 
     Example:
         >>> steps = minibatches(accelerator, model, loader, 4, policy="lb-mini", max_tokens=128)
@@ -73,7 +73,7 @@ class Minibatches:
 
         Raises:
             UnsupportedError: samples are balanced by a policy, or not at all.
-            ValueError: the state is of another stream.
+            ValueError: the state belongs to another stream.
         """
         batches = self._streamed()
         batches.load_state_dict(state)
@@ -81,7 +81,7 @@ class Minibatches:
         self._end = None
 
     def close(self) -> None:
-        """End workers that stay, and the connections of a stream. Idempotent."""
+        """End persistent workers and the connections of a stream. Idempotent."""
         batches = getattr(self._loader, "batch_sampler", None)
         if isinstance(batches, StreamedBatches):
             batches.stream.close()
@@ -125,12 +125,12 @@ def minibatches(
     pool_size: int | None = None,
     session: Session | None = None,
 ) -> Minibatches:
-    """The optimizer steps of ``loader``, each as the list of batches that this rank runs: at least one.
+    """The optimizer steps of ``loader``, each as a list of this rank's batches (at least one).
 
-    Without a policy, here or in ``odc run --balance``, these are the loader's own batches, ``accumulation_steps`` of
-    them. With one they are packed microbatches (``input_ids``, ``labels``, ``position_ids`` of one row), balanced over
-    the ranks, of the same samples; ranks may get different numbers. So the loop must go by the list it gets, step once
-    per list, and divide the *sum* of losses by the step's number of loss tokens on all ranks::
+    Without a policy (here or in ``odc run --balance``), a list has ``accumulation_steps`` batches of the loader. With a
+    policy, it has packed microbatches (``input_ids``, ``labels``, ``position_ids`` of one row) of the same samples,
+    balanced over the ranks; ranks may get different numbers. So the loop must iterate over the list, step once per
+    list, and divide the *sum* of losses by the step's number of loss tokens on all ranks::
 
         for batches in minibatches(accelerator, model, loader, 4, policy="lb-mini"):
             num_items = accelerator.reduce(sum(count(batch) for batch in batches), "sum")
@@ -141,30 +141,31 @@ def minibatches(
             optimizer.step()
             optimizer.zero_grad()
 
-    with ``Accelerator(gradient_accumulation_steps=1)``, since ``backward`` divides by that. ``use_cache``
-    becomes False in the configurations of the model and its parts, whatever wraps it, as in transformers' ``Trainer``:
-    with a cache, packed samples would attend to one another.
+    with ``Accelerator(gradient_accumulation_steps=1)``, since ``backward`` divides by that. ``use_cache`` is set to
+    False in the configurations of the model and its parts, as in transformers' ``Trainer``: with a cache, packed
+    samples would attend to each other.
 
-    The loop computes the loss, so whether packing changes it is not measured here, as it is in a trainer
-    (:mod:`odc.trainers.probe`). ``position_ids`` start at 0 in each sample of a row, and there is no mask: the model
-    must tell samples apart by them, with nothing carried from one to the next by attention, convolutions or
-    recurrences. The first label of each sample is -100: labels must be those of next tokens, shifted by the model, and
-    the loss a sum over tokens divided by ``num_items_in_batch``. Llama, Qwen, Gemma and GPT-2 do so; OPT, BERT,
-    GPT-OSS, Mamba hybrids and classifiers of tokens do not, and would silently train on another loss.
+    In a trainer ODC measures whether packing changes the loss (:mod:`odc.trainers.probe`). Here the loop computes the
+    loss, so you must make sure of the following. A row has ``position_ids`` that start at 0 in each sample, and no
+    mask: the model must separate samples by them in attention, convolutions and recurrences. The first label of each
+    sample is -100: the model must predict next tokens and shift labels itself, and the loss must be a sum over tokens
+    divided by ``num_items_in_batch``. This holds for Llama, Qwen, Gemma and GPT-2. OPT, BERT, GPT-OSS, Mamba hybrids
+    and token classifiers would silently train on another loss.
 
     Args:
-        accelerator: that has prepared the other two.
-        model: sharded by FSDP, or wrapped in DDP for policies with equal numbers; its ``config`` tells the costs.
-        loader: a prepared ``DataLoader``, whose collator gives ``input_ids`` and ``labels``.
+        accelerator: the ``Accelerator`` that has prepared ``model`` and ``loader``.
+        model: sharded by FSDP, or wrapped in DDP for policies with equal numbers of microbatches. Costs come from its
+            ``config``.
+        loader: a prepared ``DataLoader`` with a collator that returns ``input_ids`` and ``labels``.
         accumulation_steps: batches per rank and optimizer step.
         policy, max_tokens, cost, microbatch_cost, online, pool_size: see :class:`~odc.trainers.BalanceOptions`;
-            default: those of ``odc run --balance`` or ``--online``. With ``online`` the samples of a step are others
-            than the loader's, as many on average, and the dataset may be an iterable.
-        session: of ``odc.patch_fsdp(model)``; not needed under ``odc run``.
+            default: those of ``odc run --balance`` or ``--online``. With ``online`` a step has other samples than the
+            loader's, equally many on average, and the dataset may be an iterable.
+        session: the result of ``odc.patch_fsdp(model)``; not needed under ``odc run``.
 
     Raises:
-        UnsupportedError: the loader or the model's rotary embeddings cannot be balanced, or nothing provides on-demand
-            communication to a policy that gives ranks different numbers of microbatches.
+        UnsupportedError: the loader or the model's rotary embeddings cannot be balanced, or the policy gives ranks
+            different numbers of microbatches and ODC is not active.
         ConfigError: a sample is longer than ``max_tokens``.
 
     Example:

@@ -33,24 +33,25 @@ class BalanceOptions:
     """Name of a policy of :mod:`odc.balance`."""
 
     max_tokens: int | None = None
-    """Most tokens in one microbatch, as counted when it is packed, whatever the dataset's lengths say; default: those
-    of the longest sample, so no microbatch needs more memory than that one."""
+    """Maximum tokens per microbatch, counted when it is packed (not by the dataset's lengths). Default: the longest
+    sample, so that no microbatch needs more memory than this sample."""
 
     cost: CostModel | None = None
-    """What a sample costs; default: FLOPs of the model's configuration, or tokens where that is not understood."""
+    """Cost model of a sample; default: FLOPs by the model's configuration, or tokens if the configuration is not
+    understood."""
 
     microbatch_cost: float = 0.0
-    """What every microbatch costs besides its samples, in the unit of ``cost``."""
+    """Fixed cost of every microbatch in addition to its samples, in the unit of ``cost``."""
 
     online: bool = False
-    """Instead of by a policy, which plans known lengths, samples are balanced as they are read, see
-    :mod:`odc.trainers.streamed`. Needs ``max_tokens``, as no longest sample is known."""
+    """Balance samples as they are read, instead of by a policy, which needs known lengths; see
+    :mod:`odc.trainers.streamed`. Needs ``max_tokens``, because the longest sample is not known."""
 
     late_binding: bool = False
-    """Ranks that are through before others take samples from these, see :mod:`odc.trainers.late`; for "lb-mini"."""
+    """Ranks that finish early take samples from slower ranks, see :mod:`odc.trainers.late`; for "lb-mini"."""
 
     pool_size: int | None = None
-    """With ``online``, most samples of a rank to choose from; default: 256, or 16 minibatches if that is more."""
+    """With ``online``, maximum number of samples in a rank's pool; default: 256, or 16 minibatches if that is more."""
 
     def __post_init__(self) -> None:
         get_policy(self.policy)  # an unknown name is refused here
@@ -82,10 +83,10 @@ class BalanceOptions:
 
     @classmethod
     def choose(cls, policy: str | None, *, online: bool, **options: Any) -> BalanceOptions:
-        """As users give them: a policy, by default "lb-mini", or ``online``; and the other fields.
+        """Options from users' arguments: a policy (default: "lb-mini") or ``online``, and the other fields.
 
         Raises:
-            ConfigError: both, or an option is out of range or of the other way.
+            ConfigError: both are given, or an option is out of range or belongs to the other mode.
             ValueError: the policy is not known.
         """
         if online and policy is not None:

@@ -77,16 +77,16 @@ def balance(
     patch: bool = True,
     **patch_options: Any,
 ) -> None:
-    """Let ``trainer.train()`` run balanced minibatches with on-demand communication. One line, before ``train()``.
+    """Make ``trainer.train()`` run balanced minibatches with on-demand communication. Call it before ``train()``.
 
-    Each optimizer step trains on the same samples and has the same loss as before, to rounding; which rank runs which
-    of them, packed into which microbatches, is the policy's choice. ``per_device_train_batch_size`` only sets how many
-    samples a step has. A microbatch is one packed row of at most ``max_tokens`` tokens.
+    Each optimizer step has the same samples and, up to rounding, the same loss as before. The policy chooses the rank
+    and microbatch of each sample. ``per_device_train_batch_size`` only sets the number of samples per step. A
+    microbatch is one packed row of at most ``max_tokens`` tokens.
 
-    With ``online`` lengths need not be known, and the dataset may be an iterable (``max_steps`` must be given then). A
-    step has as many samples on average, and an epoch as many steps, but which samples share a step is others' choice:
-    that of quotas of equal cost, filled from a pool of samples that each rank has read. Where the pool is, is saved in
-    each checkpoint, and training resumes from there.
+    With ``online`` lengths need not be known, and the dataset may be an iterable (then ``max_steps`` must be given). A
+    step has the same number of samples on average, and an epoch the same number of steps, but other samples share a
+    step: each rank fills an equal quota of cost from a pool of samples that it has read. Checkpoints save the position
+    of the pool, and training resumes from there.
 
     Args:
         trainer: a ``transformers.Trainer``, ``trl.SFTTrainer`` or subclass, whose model FSDP (1 or 2) will shard.
@@ -94,11 +94,12 @@ def balance(
             :class:`~odc.trainers.BalanceOptions`; by default the policy is "lb-mini".
         patch: patch FSDP while training (``odc run`` has done so already). False keeps FSDP's collectives, for policies
             that give all ranks the same number of microbatches.
-        patch_options: of :func:`odc.patch_fsdp`.
+        patch_options: further arguments of :func:`odc.patch_fsdp`.
 
     Raises:
-        UnsupportedError: the trainer does something that cannot be balanced; names it. ``train()`` raises it too, at
-            its first step, of a model that does not tell packed samples apart (:mod:`odc.trainers.probe`).
+        UnsupportedError: the trainer does something that cannot be balanced; the message names it. ``train()`` also
+            raises this error at its first step if packed samples attend to each other in the model
+            (:mod:`odc.trainers.probe`).
         ValueError: the policy is not known, or an argument is out of range.
 
     Example:
@@ -286,7 +287,7 @@ _current: Launched | None = None
 
 
 class Launched:
-    """What :func:`install` did to this process; :meth:`close` undoes it.
+    """The changes that :func:`install` made to this process; :meth:`close` undoes them.
 
     Example:
         >>> launched = install("lb-micro")
@@ -341,7 +342,7 @@ def install(
     pool_size: int | None = None,
     late_binding: bool = False,
 ) -> Launched:
-    """Balance every ``Trainer.train()`` of this process from now on, and every :func:`~odc.trainers.minibatches`.
+    """From now on balance every ``Trainer.train()`` and every :func:`~odc.trainers.minibatches` of this process.
 
     Args:
         policy, max_tokens, online, pool_size, late_binding: see :class:`~odc.trainers.BalanceOptions`.

@@ -42,24 +42,24 @@ def balance(
     microbatch_cost: float = 0.0,
     **patch_options: Any,
 ) -> BalancedEngine:
-    """Let an engine of verl run balanced minibatches with on-demand communication. Collective.
+    """Make an engine of verl run balanced minibatches with on-demand communication. Collective.
 
-    Each minibatch (of the SFT trainer, or of the actor's or critic's update) trains on the same samples and has the
-    same loss and gradients as before, to rounding. Which rank runs which of them, packed into which microbatches, is
-    the policy's choice; ranks may get different numbers, also none. Metrics that are means over microbatches are means
-    over those of all ranks, as before. Passes without gradient (validation, log-probabilities) are verl's own; they
-    gather on demand.
+    Each minibatch (of the SFT trainer, or of the actor's or critic's update) has the same samples and, up to rounding,
+    the same loss and gradients as before. The policy chooses the rank and microbatch of each sample; ranks may get
+    different numbers of microbatches, also none. Metrics that are means over microbatches still average over all ranks.
+    Passes without gradient (validation, log-probabilities) stay verl's own and gather on demand.
 
     Args:
-        target: a ``SFTTrainer``, ``TrainingWorker`` or ``ActorRolloutRefWorker`` of verl, or the engine itself, after
-            it was initialised (``reset()``). For engines that another process builds see :func:`install`.
+        target: an ``SFTTrainer``, ``TrainingWorker`` or ``ActorRolloutRefWorker`` of verl, or the engine itself, after
+            its initialization (``reset()``). For engines in other processes see :func:`install`.
         policy: see :func:`odc.balance.get_policy`.
-        max_tokens: most tokens in a microbatch; default: verl's ``max_token_len_per_gpu``.
+        max_tokens: maximum tokens per microbatch; default: verl's ``max_token_len_per_gpu``.
         cost, microbatch_cost: see :class:`~odc.trainers.BalanceOptions`.
-        patch_options: of :func:`odc.patch_fsdp`.
+        patch_options: further arguments of :func:`odc.patch_fsdp`.
 
     Raises:
-        UnsupportedError: the engine does something that cannot be balanced; names it. So does a minibatch.
+        UnsupportedError: the engine does something that cannot be balanced; the message names it. A minibatch may raise
+            this, too.
         ValueError: the policy is not known, or an argument is out of range.
 
     Example:
@@ -80,7 +80,7 @@ def balance(
 
 
 class BalancedEngine:
-    """What :func:`balance` did to an engine; :meth:`close`, or leaving its ``with`` block, undoes it.
+    """The changes that :func:`balance` made to an engine. :meth:`close`, or leaving the ``with`` block, undoes them.
 
     Example:
         >>> balanced = balance(trainer, "lb-mini")
@@ -219,16 +219,16 @@ class BalancedEngine:
 
 
 def install(policy: str = "lb-mini", **options: Any) -> Installed:
-    """Balance every FSDP engine that verl initialises for training in this process from now on.
+    """From now on balance every FSDP engine that verl initializes for training in this process.
 
-    For engines that other processes build: Ray's workers, or ``python -m verl.trainer.sft_trainer``. verl imports the
-    module that ``model.external_lib`` names in each of them, and that module calls this.
+    Use it for engines in other processes: Ray's workers, or ``python -m verl.trainer.sft_trainer``. In each of them
+    verl imports the module named by ``model.external_lib``; let that module call this function.
 
     Args:
-        policy, options: of :func:`balance`.
+        policy, options: as for :func:`balance`.
 
     Raises:
-        UnsupportedError: not here, but where an engine is initialised that cannot be balanced, as by :func:`balance`.
+        UnsupportedError: raised later, when an engine that cannot be balanced is initialized, as by :func:`balance`.
         ValueError: the policy is not known, or an option is out of range.
 
     Example:
@@ -239,7 +239,7 @@ def install(policy: str = "lb-mini", **options: Any) -> Installed:
 
 
 class Installed:
-    """What :func:`install` did to this process; :meth:`close` undoes it, but for engines that are there.
+    """The changes that :func:`install` made to this process. :meth:`close` undoes them, except in existing engines.
 
     Example:
         >>> installed = install("lb-mini", max_tokens=24)

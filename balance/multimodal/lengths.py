@@ -17,7 +17,7 @@ from odc.errors import shorten, shown
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of the model, with batches of its own: an encoder, or the language model (OrchMLLM section 2.1).
+    """A part of the model with its own batches: an encoder, or the language model (OrchMLLM section 2.1).
 
     Example:
         >>> vision = TransformerCost.from_config("qwen2.5-0.5b")
@@ -27,23 +27,23 @@ class Phase:
     """
 
     name: str
-    """Of the modality: what samples call their items."""
+    """Name of the modality, as samples use it for their items."""
 
     cost: CostModel
-    """What an item (for the language model: a sample) costs, forward and backward, by its length. All phases in the
-    same unit. Layouts other than "packed" need a :class:`~odc.balance.QuadraticCost` (equation 2)."""
+    """Cost model of an item (for the language model: a sample), forward and backward, by length. All phases must use
+    the same unit. Layouts other than "packed" need a :class:`~odc.balance.QuadraticCost` (equation 2)."""
 
     layout: Layout = "packed"
-    """How the items of a batch are put together, which decides what the batch costs."""
+    """How the items of a batch are combined, which determines the batch's cost."""
 
     max_tokens: int | None = None
-    """Most tokens (patches, frames) of a microbatch, padding included; None: without limit."""
+    """Maximum tokens (patches, frames) per microbatch, including padding; None: no limit."""
 
     frozen: bool = False
-    """It is not trained: nothing flows back through it, and no gradient of its outputs is sent home."""
+    """The phase is not trained: there is no backward through it, and no gradient of its outputs is sent."""
 
     row_bytes: int | None = None
-    """Bytes of a row of an encoder's output, to weigh what moves; None: outputs count as much as inputs, in all."""
+    """Bytes of a row of an encoder's output, to weigh traffic; None: outputs and inputs count equally in total."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -66,10 +66,10 @@ class ItemLengths(NamedTuple):
     """
 
     encoder: int
-    """Tokens in its encoder (patches, frames), at least 1: what it costs."""
+    """Tokens in the encoder (patches, frames), at least 1. They determine the item's cost."""
 
     output: int
-    """Rows that the encoder makes of it, which stand in the sample's sequence; at least 0."""
+    """Rows of the encoder's output, which become part of the sample's sequence; at least 0."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class SampleLengths:
     """
 
     length: int
-    """Tokens of its whole interleaved sequence, outputs of encoders included (OrchMLLM section 6)."""
+    """Tokens of the whole interleaved sequence, including outputs of encoders (OrchMLLM section 6)."""
 
     items: Mapping[str, Sequence[ItemLengths]] = field(default_factory=dict)
-    """Its items of each modality, in the order in which they stand in the sequence. Modalities may be missing."""
+    """The sample's items of each modality, in the order of the sequence. Modalities may be missing."""
 
 
 @dataclass(frozen=True, eq=False)

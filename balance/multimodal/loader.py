@@ -45,10 +45,10 @@ class Feed(Protocol[SampleT]):
         """Over the minibatches of an epoch."""
 
     def state_dict(self) -> Any:
-        """Where it is: behind the last minibatch that was handed out."""
+        """The position after the last minibatch that was yielded."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, at the next iteration."""
+        """Continue from that position at the next iteration."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose what is iterated over next."""
@@ -65,27 +65,27 @@ class _Ready:
 
 
 class MultimodalLoader(Generic[SampleT]):
-    """Iterates over minibatches of several modalities: those of a loader, with a schedule of all phases.
+    """Iterates over the minibatches of another loader, and adds a schedule of all phases (modalities).
 
-    A thread draws the next minibatch of the loader while this one is trained on, takes its samples apart, all-gathers
-    their lengths, and plans. Ranks that plan differently, although they have the same lengths, are refused on all of
-    them. There is one iteration at a time. All ranks may leave it after the same number of minibatches, and iterate
-    again; after an error, too, which all of them get.
+    During training, a thread draws the next minibatch of the loader, splits its samples, all-gathers their lengths, and
+    plans. If ranks make different plans of the same lengths, all ranks raise an error. There is one iteration at a
+    time. All ranks may leave it after the same number of minibatches and iterate again, also after an error, which all
+    ranks get.
 
     Args:
         loader: a :class:`~odc.balance.MinibatchLoader` or a :class:`~odc.balance.StreamLoader` whose ``collate`` is
-            ``list``, without ``late_binding``. Its lengths are those of whole interleaved sequences.
-        split: takes a sample apart; called in the thread, for the samples of this rank.
-        orchestrator: the same on all ranks.
-        rank: of this process, among those that share the data.
-        mesh: in place of ``rank`` and ``group``, as of :class:`~odc.balance.MinibatchLoader`.
-        group: their process group; default: all of ``torch.distributed``. It is not communicated in.
-        exchange_timeout_s: most seconds to wait for the other ranks.
+            ``list``, without ``late_binding``. Its lengths must be those of whole interleaved sequences.
+        split: splits a sample into its parts; called in the thread, for this rank's samples.
+        orchestrator: plans the minibatches; the same on all ranks.
+        rank: this process's rank among those that share the data.
+        mesh: instead of ``rank`` and ``group``, as in :class:`~odc.balance.MinibatchLoader`.
+        group: the process group of these ranks; default: all ranks. The loader does not use it to communicate.
+        exchange_timeout_s: maximum seconds to wait for the other ranks.
         prefetch: minibatches that are ready in advance, at least 1.
 
     Raises:
-        ValueError: ``rank`` is none of the orchestrator's, or the loader binds late. While iterating: a sample has no
-            length for an item, or is of a modality that the orchestrator does not know; ranks have different
+        ValueError: the orchestrator has no such ``rank``, or the loader uses late binding. While iterating: a sample
+            has no length for an item, or has a modality that the orchestrator does not know; or ranks have different
             orchestrators or plans.
         OdcError: while iterating: another rank failed, died, or left its loop; its number is in the message.
 
@@ -139,7 +139,8 @@ class MultimodalLoader(Generic[SampleT]):
         """Ends the iteration that is going on."""
         self._state: Any = loader.state_dict()
         self.planning_s: list[float] = []
-        """What planning took for each minibatch handed out, lengths exchanged: beside the training, not in it."""
+        """Seconds of planning for each yielded minibatch, including the exchange of lengths. Planning runs parallel to
+        training."""
 
     def __iter__(self) -> Iterator[MultimodalMinibatch]:
         self._state = self.loader.state_dict()
@@ -155,7 +156,7 @@ class MultimodalLoader(Generic[SampleT]):
         self._state = self.loader.state_dict()
 
     def state_dict(self) -> Any:
-        """Where the loader is: a minibatch counts as done once it was handed out here."""
+        """The position of the loader. A minibatch counts as done once this loader has yielded it."""
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -74,29 +74,30 @@ def _list_schedule(clock: float, starts: list[float], weights: list[float], time
 
 
 class Orchestrator:
-    """Plans the phases of minibatches of several modalities. Stateless and deterministic: every rank computes the same.
+    """Plans the phases of minibatches with several modalities. Stateless and deterministic: every rank makes the same
+    plan.
 
     Args:
-        encoders: one phase per modality; no encoders at all are allowed.
+        encoders: one phase per modality; may be empty.
         language: the phase in which all modalities meet.
         num_ranks: how many ranks share a minibatch.
-        policy: which samples the language model of each rank gets, and in which microbatches: a policy of
-            :func:`~odc.balance.get_policy`, which needs ``language.max_tokens``. "joint": shared out so that the sum of
-            all phases is even: what encoders have to compute unevenly (a few long clips), the language model makes up
-            for. Only with ODC, where ranks are not in step phase by phase. "whole": samples are shared out by what they
-            cost in all phases together, and encoded where their sequence is, so that no output moves; with ODC that is
-            nearly as even (``balance_encoders=False``). "local": those that it has read, packed into few microbatches.
-            None: the same, in the microbatches of its loader (a :class:`~odc.balance.MinibatchLoader` has balanced them
-            already).
-        balance_encoders: each encoder's items are shared out anew, so that its cost is the same on all ranks
-            (post-balancing). False: items are encoded where their sample's sequence is, as in pre-balancing.
-        ranks_per_node: where nodes have several ranks, batches are given to the ranks in such a way that little moves
-            between nodes (algorithm 3). None: all ranks are on one node, and what counts is what stays on its rank.
+        policy: how samples are assigned to the language models of ranks and to microbatches. A name or policy of
+            :func:`~odc.balance.get_policy`; needs ``language.max_tokens``. "joint": balances the sum of all phases, so
+            that the language model compensates for uneven encoders (a few long clips). Needs ODC, with which ranks do
+            not synchronize after each phase. "whole": balances samples by their cost in all phases together and encodes
+            items on the rank of their sequence, so that no output moves; with ODC nearly as even
+            (``balance_encoders=False``). "local": each rank keeps the samples that it has read, packed into few
+            microbatches. None: the same, with the microbatches of the loader (a :class:`~odc.balance.MinibatchLoader`
+            has balanced them already).
+        balance_encoders: redistribute the items of each encoder, so that its cost is equal on all ranks
+            (post-balancing). False: items are encoded on the rank of their sequence, as in pre-balancing.
+        ranks_per_node: assign batches to ranks so that little data moves between nodes (algorithm 3). None: all ranks
+            are on one node, and little data should move between ranks.
         comm: "odc": ranks may have different numbers of microbatches in every phase. "collective": ranks with fewer
-            get empty ones, so that all have as many, as FSDP's collectives need.
+            also get empty ones, because FSDP's collectives need equal numbers.
 
     Raises:
-        ValueError: names that are not distinct, a number out of range, or a policy without a limit.
+        ValueError: names are not distinct, a number is out of range, or the policy needs a limit of tokens.
 
     Example:
         >>> orchestrator = Orchestrator(
@@ -168,11 +169,11 @@ class Orchestrator:
         """Plan one minibatch.
 
         Args:
-            lengths: of the samples that each rank has read.
+            lengths: the lengths of the samples that each rank has read.
 
         Raises:
-            ValueError: there are other ranks than ``num_ranks``, or an item or a sample exceeds its phase's
-                ``max_tokens``; the phase and the sample are named.
+            ValueError: the number of ranks is not ``num_ranks``, or an item or a sample exceeds its phase's
+                ``max_tokens`` (the message names phase and sample).
         """
         if not isinstance(lengths, MinibatchLengths):
             lengths = MinibatchLengths.of_samples(lengths, self.modalities)

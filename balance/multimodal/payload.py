@@ -26,7 +26,7 @@ _TENSOR, _DICT, _LIST, _TUPLE = "tensor", "dict", "list", "tuple"
 
 @dataclass(frozen=True)
 class SampleParts:
-    """One sample, taken apart: what the language model reads by itself, and the items of its encoders.
+    """One sample, split into the language model's inputs and the items of encoders.
 
     Example:
         >>> parts = SampleParts(
@@ -39,13 +39,13 @@ class SampleParts:
     """
 
     text: Mapping[str, torch.Tensor]
-    """Columns of the sequence, such as ``input_ids`` and ``labels``; in any shape."""
+    """Columns of the sequence, such as ``input_ids`` and ``labels``; any shape."""
 
     items: Mapping[str, Sequence[Tensors]]
-    """What encoders read: for each modality one tuple of tensors per item, in the order of the sequence."""
+    """Inputs of encoders: for each modality one tuple of tensors per item, in the order of the sequence."""
 
     lengths: SampleLengths
-    """Of the sequence and of all items."""
+    """Lengths of the sequence and of all items."""
 
 
 def check_parts(parts: SampleParts, where: str) -> None:

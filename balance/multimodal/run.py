@@ -22,7 +22,7 @@ Span = Callable[[str, str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Encoder:
-    """How to run one encoder.
+    """How to run one encoder in a minibatch.
 
     Example:
         >>> encoder = Encoder(encode_images, width=hidden_size, dummy=lambda: (torch.zeros(2, 6),))
@@ -31,18 +31,18 @@ class Encoder:
     """
 
     encode: Callable[[list[Tensors]], list[torch.Tensor]]
-    """The outputs of items, (rows of the item, width) each, in the same order. Items that another rank has read are in
-    host memory: move what you get to your device."""
+    """Returns the outputs of items, (rows of the item, width) each, in the same order. Items that another rank has read
+    are in host memory: move them to your device."""
 
     width: int
-    """Elements of a row of the outputs: the hidden size of the language model."""
+    """Number of elements of a row of the outputs: the hidden size of the language model."""
 
     dtype: torch.dtype = torch.float32
-    """Of the outputs, and of their gradients."""
+    """dtype of the outputs and of their gradients."""
 
     dummy: Callable[[], Tensors] | None = None
-    """Makes an item for a microbatch that has none; needed where collectives take every rank through every microbatch
-    (``comm="collective"``). Its output is not used."""
+    """Makes an item for a microbatch without items. Needed with ``comm="collective"``, where every rank runs every
+    microbatch. Its output is not used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,32 +74,31 @@ def run_minibatch(
     mover: Mover | None = None,
     span: Span = no_span,
 ) -> list[torch.Tensor]:
-    """Forward and backward of everything that this rank computes in a minibatch. Collective, as its mover is. Under
-    ``torch.no_grad()``, on all ranks, an evaluation: the forward alone.
+    """Run forward and backward of all phases of this rank in a minibatch. Collective. Under ``torch.no_grad()`` on all
+    ranks, only the forward runs (evaluation).
 
-    Every encoder runs on its own batch of items; what it makes goes to the rank that has the sequence; the language
-    model's microbatches run there, each forward and backward, in its own number; the gradients of the outputs go back,
-    and through the encoders. One exchange per encoder and direction. Then gradients of parameters are where FSDP
-    leaves them, as after the last backward of any accumulation.
+    Every encoder runs on its own batch of items. Its outputs go to the ranks that have the sequences, where the
+    language model runs its microbatches, forward and backward. The gradients of the outputs go back and through the
+    encoders. There is one exchange per encoder and direction. Afterwards gradients of parameters are in the same state
+    as after the last backward of a usual gradient accumulation.
 
     Args:
-        minibatch: of this rank.
-        encoders: for each phase of the orchestrator.
-        language: the loss of one microbatch, to be backpropagated as it is (summed, and scaled by
-            ``minibatch.loss_scale``). It gets the columns of its samples, and for each modality the outputs of all
-            items of these samples, in their order. Under ``comm="collective"`` it may get no samples, and must return a
-            loss of 0 that comes from the model.
-        mover: default: all-to-all of the default process group.
-        span: to record what this rank does when.
+        minibatch: this rank's part of the minibatch.
+        encoders: one encoder for each phase of the orchestrator.
+        language: returns the final loss of one microbatch (summed, and scaled by ``minibatch.loss_scale``). It gets the
+            columns of the samples, and for each modality the outputs of all items of these samples, in order. With
+            ``comm="collective"`` it may get no samples, and must then return a loss of 0 computed by the model.
+        mover: moves the data; default: all-to-all of the default process group.
+        span: records the times of this rank's phases.
 
     Returns:
         The losses of this rank's microbatches, detached.
 
     Raises:
-        ValueError: an encoder is missing, it returned another number of outputs than it had items, or outputs of other
-            shapes than planned; phase, item and sample are named. Or the mover is one of other ranks.
-        Exception: what an encoder or the language model raises. With an :class:`OnDemand` mover the other ranks are
-            told of whatever is raised here, and its exchange of items has ended on all of them.
+        ValueError: an encoder is missing, or its outputs differ from the items in number, or from the plan in shape
+            (the message names phase, item and sample); or the mover belongs to other ranks.
+        Exception: any error of an encoder or the language model. With an :class:`OnDemand` mover the other ranks are
+            told of the error, and the mover's exchange of items ends on all ranks.
 
     Example:
         >>> from odc.balance.multimodal import OnDemand, channels_of

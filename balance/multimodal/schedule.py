@@ -19,7 +19,7 @@ FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True, eq=False)
 class MinibatchSchedule:
-    """Who computes what in one minibatch, and what moves from whom to whom; the same on every rank.
+    """The plan of one minibatch: which rank computes what, and what moves between ranks. The same on every rank.
 
     Example:
         >>> orchestrator = Orchestrator([Phase("image", image_cost)], Phase("language", language_cost), num_ranks=2)
@@ -31,23 +31,23 @@ class MinibatchSchedule:
     """
 
     lengths: MinibatchLengths
-    """What it was made of."""
+    """The lengths from which the schedule was made."""
 
     language: Plan
-    """Of samples: microbatches of the language model."""
+    """Plan of samples: microbatches of the language model."""
 
     encoders: Mapping[str, Plan]
-    """Of items: microbatches of each encoder."""
+    """Plans of items: microbatches of each encoder."""
 
     samples: Rearrangement
-    """Of samples, without their items: from who has read them to who runs the language model on them."""
+    """Moves of samples without their items: from the rank that reads a sample to the rank that trains on it."""
 
     inputs: Mapping[str, Rearrangement]
-    """Of the items of each modality: from who has read them to who encodes them."""
+    """Moves of items of each modality: from the rank that reads an item to the rank that encodes it."""
 
     outputs: Mapping[str, Rearrangement]
-    """Of encoders' outputs: from who has made them to who runs the language model on their sample, in the order of
-    that one's microbatches. Gradients go the same way back."""
+    """Moves of encoders' outputs: from the rank that encodes an item to the rank that trains on its sample, in the
+    order of the latter's microbatches. Gradients move in the reverse direction."""
 
     frozen: Mapping[str, bool]
     """Which encoders are not trained."""
@@ -58,7 +58,7 @@ class MinibatchSchedule:
         return self.language.world_size
 
     def items_of(self, modality: str, rank: int, microbatch: int) -> list[int]:
-        """The items of ``modality`` that a microbatch of the language model on ``rank`` needs, in order."""
+        """The items of ``modality``, in order, that a microbatch of the language model on ``rank`` needs."""
         return self.lengths.items[modality].of_samples(self.language.microbatches[rank][microbatch])
 
     def as_vector(self) -> IntArray:

@@ -44,16 +44,16 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 def exchange(
     tensors: Sequence[torch.Tensor], rearrangement: Rearrangement, group: dist.ProcessGroup | None = None
 ) -> Received:
-    """Give away this rank's tensors and get those that the rearrangement has for it. Collective, as its backward is.
+    """Move tensors between ranks as the rearrangement says. Collective, and so is the backward.
 
-    Every rank calls it, with its own tensors and the same rearrangement, also one that has or gets nothing. Tensors
-    travel as they are, in whatever shape (a first dimension of 0, too) and dtype; those that stay do not go through the
-    process group. What they are is told by their sender, so shapes may differ from item to item.
+    Every rank must call it with its own tensors and the same rearrangement, also a rank that has or gets nothing.
+    Shapes (also with a first dimension of 0) and dtypes may differ between items; the sender transmits them. Tensors
+    that stay on their rank do not go through the process group.
 
     Args:
-        tensors: one for each item of ``rearrangement.source[rank]``, in that order; at most 6 dimensions, all on one
-            device, that of the group.
-        rearrangement: from where to where; the ranks are those of the group.
+        tensors: one for each item of ``rearrangement.source[rank]``, in that order; at most 6 dimensions, all on the
+            device of the group.
+        rearrangement: where each item is and goes; its ranks are those of the group.
         group: default: all of ``torch.distributed``.
 
     Returns:
@@ -61,10 +61,10 @@ def exchange(
         see :class:`Received` for how gradients go back.
 
     Raises:
-        ValueError: on all ranks, before anything is sent: a rank's tensors do not fit the rearrangement, or ranks have
-            different rearrangements; the first difference is named.
-        ProtocolError: another rank is at another exchange, or at the backward of one.
-        OdcError: a rank is gone.
+        ValueError: a rank's tensors do not fit the rearrangement, or ranks have different rearrangements; the message
+            names the first difference. Raised on all ranks before anything is sent.
+        ProtocolError: another rank is at a different exchange, or at the backward of one.
+        OdcError: another rank has ended or cannot be reached.
 
     Example:
         >>> home = [[0, 1], [2]]
@@ -77,13 +77,13 @@ def exchange(
 
 
 class Received(Sequence[torch.Tensor]):
-    """The tensors that this rank got, in order. Made by :func:`exchange`.
+    """The tensors that this rank received, in order. Made by :func:`exchange`.
 
-    The backward is collective, too: what every rank got must send its gradient home. Where a loss depends on what was
-    received, ``loss.backward()`` does that. A rank that got nothing, or whose loss depends on nothing of it, calls
-    :meth:`backward`, and so sends zeros. To run several microbatches on what was received, compute with
-    :attr:`leaves`, which collect gradients, and call :meth:`backward` after the last one. Calling it once more than
-    needed does nothing; that a rank has not come is told by name where it goes on to another exchange.
+    The backward is also collective: every rank must send the gradients of received tensors back to their owners. If a
+    loss depends on received tensors, ``loss.backward()`` does this. A rank that received nothing, or whose loss does
+    not depend on it, must call :meth:`backward`, which sends zeros. For several microbatches, compute with
+    :attr:`leaves`, which accumulate gradients, and call :meth:`backward` after the last one. An extra call does
+    nothing. If a rank does not come and begins another exchange, the error names it.
 
     Example:
         >>> home = [[0, 1], [2]]
@@ -127,16 +127,17 @@ class Received(Sequence[torch.Tensor]):
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """The same tensors as leaves of graphs of their own; their ``.grad`` is what :meth:`backward` sends home."""
+        """The same tensors as leaves of separate graphs. :meth:`backward` sends their ``.grad`` to the owners."""
         if self._leaves is None:
             self._leaves = [t.detach().requires_grad_(t.requires_grad) for t in self._tensors]
         return self._leaves
 
     def backward(self) -> None:
-        """Send the gradients of what was received home, and go on with the backward of what was given away. Collective.
+        """Send the gradients of received tensors to their owners, and continue the backward of the tensors that this
+        rank sent. Collective.
 
-        Does nothing where a backward has come through what was received before, and where no rank gave anything away
-        that has a gradient.
+        Does nothing if a backward has already passed through the received tensors, or if no rank sent a tensor that has
+        a gradient.
         """
         if (
             self._journey.has_returned

@@ -33,28 +33,29 @@ _NEVER = 2**60
 
 
 def place_on_nodes(volume: npt.ArrayLike, ranks_per_node: int) -> list[int]:
-    """Give each new batch to a rank, so that the most that a rank sends to other nodes is little (equation 5).
+    """Assign each new batch to a rank so that the largest amount that a rank sends to other nodes is small (equation
+    5).
 
-    Ranks ``0 .. ranks_per_node - 1`` are on the first node, and so on. Up to 12 ranks, and up to 16 on two nodes, the
-    maximum is the smallest possible, and of all such placements the one with the least volume between nodes in total is
-    taken: this goes through the sets of batches that the first nodes can have. Beyond, batches go where most of their
-    volume is, and up to 3,000 steps of tabu search swap two batches each to relieve the rank that sends most, until 300
-    of them have not lowered the maximum. The result is never worse than leaving batch j on rank j. Among the ranks of a
-    node, batches go to those that hold most of them already (on nodes of up to 256 ranks as much in total as is
-    possible).
+    Ranks ``0 .. ranks_per_node - 1`` are on the first node, and so on. For up to 12 ranks, or up to 16 on two nodes,
+    the result is optimal: the smallest possible maximum and, with this maximum, the least total volume between nodes.
+    An exhaustive search over the sets of batches of the first nodes finds it. For more ranks, batches first go where
+    most of their volume is. Then up to 3,000 steps of tabu search each swap two batches to relieve the rank that sends
+    most, until 300 steps in a row have not lowered the maximum. The result is never worse than leaving batch j on rank
+    j. Within a node, batches go to the ranks that already hold most of them (optimal in total on nodes of up to 256
+    ranks).
 
-    No solver and no clock: all numbers are integers inside (volumes that are not are rounded to about 1e-9 of the
-    largest), so every rank that calls this with the same volumes gets the same.
+    Deterministic: there is no solver and no time limit, and volumes are converted to integers (rounded to about 1e-9 of
+    the largest). All ranks get the same result for the same volumes.
 
     Args:
-        volume: (num_ranks, num_ranks), numbers of at least 0: ``volume[i, j]`` is what rank i has of new batch j.
-        ranks_per_node: from 1 to ``num_ranks``, of which it is a divisor.
+        volume: (num_ranks, num_ranks), numbers of at least 0: ``volume[i, j]`` is the amount of new batch j on rank i.
+        ranks_per_node: a divisor of ``num_ranks``.
 
     Returns:
-        For each new batch the rank that gets it: a permutation of all ranks.
+        The rank of each new batch: a permutation of all ranks.
 
     Raises:
-        ValueError: an argument is not as described.
+        ValueError: an argument is invalid.
 
     Example:
         >>> place_on_nodes([[0, 0, 9, 0], [0, 9, 0, 0], [9, 0, 0, 0], [0, 0, 0, 9]], ranks_per_node=2)

@@ -15,9 +15,9 @@ from odc.errors import shown
 
 
 def post_balance(lengths: npt.ArrayLike, num_ranks: int, *, cost: CostModel, layout: Layout) -> list[list[int]]:
-    """Divide items over ranks, one batch each, so that the costliest batch costs little (the paper's equation 2).
+    """Divide items into one batch per rank so that the costliest batch is cheap (the paper's equation 2).
 
-    What a batch costs depends on the layout:
+    The cost of a batch depends on the layout:
 
     - "packed": the sum of ``cost`` of its items. This is :func:`odc.balance.karmarkar_karp` on the costs, for the
       paper's algorithms 1 (no attention) and 4 (with attention, there compared within a tolerance set by hand).
@@ -38,9 +38,9 @@ def post_balance(lengths: npt.ArrayLike, num_ranks: int, *, cost: CostModel, lay
     Args:
         lengths: tokens of each item, integers of at least 1, at most 2**53 in all; may be empty.
         num_ranks: from 1 to 2**20.
-        cost: what an item costs without padding; for "padded" not less for longer items, for "padded-attention" a
-            :class:`~odc.balance.QuadraticCost` or a :class:`~odc.balance.LinearCost`.
-        layout: how the items lie in a batch.
+        cost: cost model of an item without padding. For "padded" it must not fall with the length; for
+            "padded-attention" it must be a :class:`~odc.balance.QuadraticCost` or a :class:`~odc.balance.LinearCost`.
+        layout: whether the items of a batch are packed or padded.
 
     Returns:
         ``num_ranks`` lists of indices, each ascending; together every index once. They are ordered by their lowest
@@ -48,7 +48,7 @@ def post_balance(lengths: npt.ArrayLike, num_ranks: int, *, cost: CostModel, lay
         the arguments, and never costs more than dealing the items out in turn.
 
     Raises:
-        ValueError: an argument is not as described.
+        ValueError: an argument is invalid.
 
     Example:
         >>> post_balance([100, 10, 90, 20], 2, cost=LinearCost(), layout="padded")  # like lengths go together

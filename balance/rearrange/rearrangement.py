@@ -22,10 +22,10 @@ Items = Sequence[int] | IntArray
 
 @dataclass(frozen=True, eq=False)
 class Rearrangement:
-    """From where each of ``num_items`` items comes, and where it goes; the same object on every rank.
+    """Says from which rank each of ``num_items`` items comes and to which rank it goes. The same on every rank.
 
-    Make one by :meth:`between`. Rearrangements compose (:meth:`then`), and each has an inverse, so that what goes to
-    one place and on from there to another can be moved at once (OrchMLLM section 6, rearrangement composition).
+    Make one with :meth:`between`. Rearrangements can be composed (:meth:`then`) and inverted, so that two moves in a
+    row become one (OrchMLLM section 6, rearrangement composition).
 
     Example:
         >>> rearrangement = Rearrangement.between([[0, 1, 2], [3]], [[0, 3], [1, 2]])
@@ -42,18 +42,18 @@ class Rearrangement:
     """``source[rank]``: the items that the rank has, in the order in which it has them."""
 
     target: tuple[IntArray, ...]
-    """``target[rank]``: the items that the rank shall have, in the order in which it wants them."""
+    """``target[rank]``: the items that the rank gets, in this order."""
 
     @classmethod
     def between(cls, source: Sequence[Items], target: Sequence[Items]) -> Rearrangement:
-        """From one distribution of items 0 .. n - 1 over the ranks to another.
+        """Make the rearrangement from one distribution of items 0 .. n - 1 over the ranks to another.
 
         Args:
             source, target: item numbers per rank, in order; each number once in each of the two.
 
         Raises:
-            ValueError: they are of different numbers of ranks, or one of them is no permutation of the items: the first
-                items that are missing, repeated or unknown are named.
+            ValueError: the numbers of ranks differ, or ``source`` or ``target`` is not a permutation of the items. The
+                message names the first missing, repeated or unknown items.
         """
         begin = as_ranks(source, "source")
         if len(source) != len(target):
@@ -67,7 +67,7 @@ class Rearrangement:
 
     @property
     def num_items(self) -> int:
-        """Number of items of all ranks."""
+        """Number of items on all ranks."""
         return sum(len(items) for items in self.source)
 
     @property
@@ -84,14 +84,15 @@ class Rearrangement:
         )
 
     def inverse(self) -> Rearrangement:
-        """Back again."""
+        """The reverse rearrangement, from ``target`` to ``source``."""
         return Rearrangement(self.target, self.source)
 
     def then(self, other: Rearrangement) -> Rearrangement:
-        """This one and then ``other``, in one go.
+        """This rearrangement followed by ``other``, as one.
 
         Raises:
-            ValueError: ``other`` does not begin where this one ends; the first rank at which they differ is named.
+            ValueError: ``other`` does not begin where this one ends. The message names the first rank with a
+                difference.
         """
         if self.num_ranks != other.num_ranks:
             raise ValueError(f"{other.num_ranks} ranks cannot follow {self.num_ranks}: expected as many")
@@ -104,15 +105,14 @@ class Rearrangement:
         return Rearrangement(self.source, other.target)
 
     def volume(self, sizes: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """What goes from each rank to each, (num_ranks, num_ranks) float64: row i, column j from rank i to rank j.
-
-        On the diagonal is what stays.
+        """The amounts that move, (num_ranks, num_ranks) float64: row i, column j is the amount from rank i to rank j.
+        The diagonal is what stays.
 
         Args:
-            sizes: of each item in any unit (rows, bytes), (num_items,).
+            sizes: size of each item in any unit (rows, bytes), (num_items,).
 
         Raises:
-            ValueError: not one number of at least 0 per item.
+            ValueError: ``sizes`` does not have one number of at least 0 per item.
         """
         weights = np.asarray(sizes, dtype=np.float64)
         if weights.shape != (self.num_items,):
@@ -129,7 +129,7 @@ class Rearrangement:
         return [item for item in self.target[to].tolist() if item in mine]
 
     def digest(self) -> bytes:
-        """32 bytes that are the same on two ranks exactly if their rearrangements are."""
+        """32 bytes that are equal on two ranks exactly if their rearrangements are equal."""
         found = hashlib.sha256(np.array([self.num_ranks, self.num_items], dtype="<i8").tobytes())
         for items in (*self.source, *self.target):
             found.update(np.array([items.size, *items], dtype="<i8").tobytes())

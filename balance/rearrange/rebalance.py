@@ -38,26 +38,26 @@ def rebalance(
     loads: npt.ArrayLike | None = None,
     ranks_per_node: int | None = None,
 ) -> Parts:
-    """Give each rank about the same total cost, and let most items stay where they are.
+    """Give each rank about the same total cost, and leave most items on their ranks.
 
-    The rank that has most gives to the one that has least: the single item, or the swap of two, that moves least and
-    leaves them even. First nodes are evened out with each other, then the ranks of each, until no rank has more than
-    0.03 % beyond a lower bound of the most that one must have. So little more moves than what ranks have too much, and
-    between nodes little more than what nodes have. Where that gets stuck at more than 0.05 %, moves and swaps between
-    all pairs go on; and where few large items are in bad places, they are shared out from nothing, and batches placed
-    where most of them comes from.
+    The most loaded rank gives to the least loaded one: the item, or the swap of two items, that evens them out with the
+    least movement. First nodes are balanced against each other, then the ranks of each node, until no rank exceeds a
+    lower bound of the maximum by more than 0.03 %. So little more moves than the excess of ranks, and between nodes
+    little more than the excess of nodes. If this stops at more than 0.05 %, it continues with moves and swaps between
+    all pairs. If a few large items are badly placed, items are divided from scratch, and each batch goes to the rank
+    that has most of it.
 
     Args:
-        costs: of each item, (num_items,), 0 or at least 1e-140.
-        home: the items that each rank has; each item once.
-        loads: what each rank has to compute besides, (num_ranks,), which stays where it is; default: nothing.
-        ranks_per_node: ranks 0 .. ranks_per_node - 1 are one node, and so on; default: all ranks are one.
+        costs: cost of each item, (num_items,), 0 or at least 1e-140.
+        home: the items that each rank has; each item occurs once.
+        loads: further cost of each rank that cannot move, (num_ranks,); default: none.
+        ranks_per_node: ranks 0 .. ranks_per_node - 1 are on one node, and so on; default: all ranks are on one node.
 
     Returns:
-        The items of each rank, ascending. Depends on the arguments alone.
+        The items of each rank, ascending. The result depends only on the arguments.
 
     Raises:
-        ValueError: an argument is not as described.
+        ValueError: an argument is invalid.
 
     Example:
         >>> rebalance([5, 4, 3, 2], home=[[0, 1, 2], [3]])  # one item moves
