@@ -1,4 +1,4 @@
-"""The only room that knows ``torch.distributed.fsdp``: puts ODC behind its doors, and takes it out."""
+"""The only package that uses ``torch.distributed.fsdp``: connects ODC to FSDP's hooks, and disconnects it."""
 
 from odc.fsdp_patch.fsdp2 import Observation, observe_fsdp
 from odc.fsdp_patch.patching import patch_fsdp

@@ -1,9 +1,9 @@
-"""ODC in every FSDP model of a process, from its first use to the end of a block or a script.
+"""Patch every FSDP model of a process at its first use, until the end of a block or a script.
 
-Used is: computes, or has its gradients read by a rank that had nothing to compute; then the script has done all its
-wrapping and loading. FSDP itself waits for the first forward to initialise a model ("lazy init"), for the same reason.
-FSDP2 does it in ``FSDPState._lazy_init``, FSDP1 in ``FullyShardedDataParallel.forward``; both, and where modules become
-FSDP modules, are shadowed on their classes until :meth:`FsdpRoots.close`.
+The first use is the first forward, or the first use of gradients on a rank that had nothing to compute. By then the
+script has done all its wrapping and loading. For the same reason FSDP itself initializes a model at the first forward
+("lazy init"): FSDP2 in ``FSDPState._lazy_init``, FSDP1 in ``FullyShardedDataParallel.forward``. Both methods, and those
+that make modules FSDP modules, are replaced on their classes until :meth:`FsdpRoots.close`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which torch this package was compared with, and what differs between the versions.
+"""The versions of torch that this package supports, and their differences.
 
 | what | 2.9 | 2.10 | 2.11 | 2.12 | 2.13 | 2.14 | here |
 |---|---|---|---|---|---|---|---|

@@ -1,14 +1,15 @@
-"""FSDP1: the units of a model, a ``FullyShardedDataParallel`` module and its flat parameter each; what is refused.
+"""FSDP1: the units of a model (a ``FullyShardedDataParallel`` module with its flat parameter each), and unsupported
+options.
 
-Gradients enter by the slot of ``register_comm_hook`` (its public form takes one state for the whole model, and refuses
-hybrid sharding because FSDP then skips its all-reduce, which is what ODC wants). The gather side has no door:
-``FlatParamHandle._all_gather_flat_param`` is shadowed on the instance, reversibly.
+ODC gets gradients through the slot of ``register_comm_hook``. (The public method takes one state for the whole model,
+and refuses hybrid sharding because FSDP then skips its all-reduce; ODC wants that.) For gathers there is no hook, so
+``FlatParamHandle._all_gather_flat_param`` is replaced on the instance, reversibly.
 
-[Note: Nothing until final] FSDP1 makes what a hook leaves in its output the sharded gradient, or adds it to an earlier
-one. The sum is known only at the end of the minibatch, so the hook leaves zeros: one element seen as many, which costs
-no memory. ``prepare_gradient_for_optim`` (end of backward) is shadowed to take a ``.grad`` that is nothing but these
-zeros away again, and :meth:`Fsdp1Unit.install` adds the mean gradient when it is final. Where FSDP1 looks at ``.grad``
-itself, what is pending there is taken out.
+[Note: Nothing until final] FSDP1 uses the output of the hook as the sharded gradient, or adds it to an earlier one. The
+sum is known only at the end of the minibatch, so the hook returns zeros: one expanded element, which needs no memory.
+``prepare_gradient_for_optim`` (end of backward) is replaced to remove a ``.grad`` that has only these zeros, and
+:meth:`Fsdp1Unit.install` adds the mean gradient when it is final. Before FSDP1 itself reads ``.grad``, pending
+gradients are removed from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FSDP2: the units of a model, what is refused of them, which methods compute, how long collectives take."""
+"""FSDP2: the units of a model, unsupported options, forward methods, time limits of collectives."""
 
 from __future__ import annotations
 

@@ -1,24 +1,24 @@
-"""FSDP2's all-gather extension: parameters of which something else travels than their shard in the compute dtype.
+"""FSDP2's all-gather extension: parameters with their own all-gather hooks (float8, NF4).
 
-A tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` says what of its shard goes into the
-all-gather (data in float8, or packed to 2 bits, or several tensors of several dtypes), keeps metadata for itself (a
-scale), and makes the full parameter of what comes out. FSDP2 calls both at every gather. On demand an owner makes what
-travels once, when it publishes; so a rank keeps the metadata of its last publication, and hands them on at each gather.
+A tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses the inputs of the all-gather (data
+in float8, or packed to 2 bits, or several tensors of several dtypes), keeps metadata (a scale), and makes the full
+parameter from the outputs. FSDP2 calls both at every gather. Under ODC an owner makes the inputs once, when it
+publishes. A rank keeps the metadata of its last publication and passes them on at each gather.
 
-All that travels of such a unit are bytes, gathered into one flat buffer; FSDP2's own function copies out of it.
+The inputs of such a unit are sent as bytes and gathered into one flat buffer, from which FSDP2's own function copies.
 
-[Note: Collectives in a publication] A scale of the whole parameter takes a maximum over the ranks, so
-``fsdp_pre_all_gather`` may contain a collective. Then to publish is collective as well: all ranks have to publish the
-same units in the same order, with no other collective in between. They do where the script does the same on all of
-them: when a model is patched, behind the steps of optimizers, where gradients are cleared, in ``session.publish()``;
-and behind a fence, if all such units are published there, changed or not. They do not where a rank first uses the
-model, or waits for others: an idle one does not come to the same place. That is refused
+[Note: Collectives in a publication] A scale of the whole parameter needs a maximum over the ranks, so
+``fsdp_pre_all_gather`` may contain a collective. Then publishing is collective, too: all ranks must publish the same
+units in the same order, with no other collective in between. This holds at places that all ranks reach: when a model is
+patched, after the steps of optimizers, when gradients are cleared, in ``session.publish()``, and after a fence if all
+such units are published there, changed or not. It does not hold when a rank first uses the model or waits for others,
+because an idle rank does not reach that place. Publishing there is refused
 (:meth:`odc.fsdp_patch.publishing.Publisher.publish_all`).
 
-[Note: The state of a parameter] What ``fsdp_pre_all_gather`` would return now cannot be asked: it may be collective, or
-round at random. So whether a script has changed such a parameter is told by its state: the memory of its tensors, and
-what it has as attributes, which scripts set as well (a scale that they have computed). Of the state at publication
-there are sums, over rows and over columns of all elements: a hundredth of a copy.
+[Note: The state of a parameter] ``fsdp_pre_all_gather`` cannot be called for a comparison: it may be collective, or
+round randomly. So changes of such a parameter are detected by its state: the memory of its tensors, and its attributes,
+which scripts may set, too (a computed scale). Of the state at publication only sums are kept, over rows and over
+columns of all elements: a hundredth of a copy.
 """
 
 from __future__ import annotations

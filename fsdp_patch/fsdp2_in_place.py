@@ -1,18 +1,18 @@
-"""FSDP2 without staging: a gather writes the parameters, a push reads the gradients.
+"""FSDP2 without staging buffers: a gather writes directly into parameters, a push reads directly from gradients.
 
-A collective wants one flat buffer, so FSDP2 copies: its own shard in, what was gathered out into each parameter, and
-all gradients into one buffer before the reduce-scatter. One-sided communication wants none of that. FSDP2's public
-doors (``set_custom_all_gather``) hand over these buffers, so they come too late; but three functions do all of the
-staging, the same ones in torch 2.9 to 2.14. While a session is in a model they are replaced, for its units only
-(:data:`STAGING`). What is around them, states, prefetching, resharding and the freeing of parameters, is FSDP2's own.
+A collective needs one flat buffer, so FSDP2 copies its own shard into it, the gathered data out of it into each
+parameter, and all gradients into one buffer before the reduce-scatter. One-sided communication needs none of these
+copies. FSDP2's public hooks (``set_custom_all_gather``) get these buffers, so they are called too late. But three
+functions do all of the staging, the same ones in torch 2.9 to 2.14. During a session they are replaced for its units
+(:data:`STAGING`). Everything else (states, prefetching, resharding, freeing of parameters) stays FSDP2's own.
 
-A parameter that is sharded on dimension 0 is its owners' slices one after the other, padded to equal length; one that
-is sharded on another dimension is a view of such slices. So both are rows, by owner (:class:`~odc.units.Destination`,
-:class:`~odc.units.Rows`). Many small slices would cost more in calls than in bytes: those, and no others, go through
-one buffer as before (:data:`SMALL_NUMEL`).
+A parameter sharded on dimension 0 consists of its owners' slices, padded to equal length; one sharded on another
+dimension is a view of such slices. So both have one row per owner (:class:`~odc.units.Destination`,
+:class:`~odc.units.Rows`). For small slices calls would cost more than bytes, so only these go through one buffer
+(:data:`SMALL_NUMEL`).
 
-On a host all is done when a call returns, so a gather is made where the parameters are needed: a prefetch only asks
-for it. On a device it is made on FSDP2's stream for all-gathers, beside the computation of another unit.
+On a CPU a gather runs when the parameters are needed, and a prefetch only requests it. On a GPU it runs on FSDP2's
+all-gather stream, parallel to the computation of another unit.
 
 [Note: Memory that is read until later] FSDP2 frees parameters when the host has launched what computes with them. That
 is safe for memory of the computing stream; but that of a gather belongs to the stream that gathers, which would write

@@ -1,11 +1,11 @@
 """One communication unit of FSDP2 (``FSDPParamGroup``).
 
-ODC enters by ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``; and where it can, by the functions
-that stage for these (:mod:`odc.fsdp_patch.fsdp2_in_place`). What has no public door is read here, read-only but for one
-thing: ``post_backward`` of the parameter group is shadowed on the instance, reversibly. It is the only place that knows
-which parameters of the unit received a gradient (FSDP hands a custom reduce-scatter only their concatenation), and it
-keeps FSDP from all-reducing a hybrid unit in every microbatch. Where a parameter has an all-gather extension, FSDP is
-also given what it would have noted itself: sizes and metadata of what travels.
+ODC uses ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``, and where possible replaces the
+functions that stage for these (:mod:`odc.fsdp_patch.fsdp2_in_place`). FSDP's private attributes are read in this
+module. Only one is changed: ``post_backward`` of the parameter group is replaced on the instance, reversibly. Only
+there it is known which parameters of the unit received a gradient (FSDP passes only their concatenation to a custom
+reduce-scatter), and it keeps FSDP from all-reducing a hybrid unit in every microbatch. For parameters with an
+all-gather extension, FSDP also gets the sizes and metadata that it would have recorded itself.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Who is told what a script does with gradients. Process-wide, as torch's own optimizer hooks are.
+"""Events of a script's use of gradients, and their listeners. Process-wide, like torch's optimizer hooks.
 
-[Note: Listeners that come late] A listener may patch a model while it is told, and the session of that model listens
-from then on: to this very reading too, since its gradients are the ones that are read. So all that is
-intercepted shares one list of listeners, and whoever joins it meanwhile is told as well.
+[Note: Listeners that come late] A listener may patch a model during an event. The session of that model must get this
+event, too, since its gradients are being read. So all interceptions share one list of listeners, and a listener that
+joins during an event is also called.
 
-[Note: Watched waits] Clipping sums the norm over the ranks by a collective, and scripts have collectives of their own.
-Nobody can look around inside them. So a session knows while its rank is in one, its watchdog looks instead, and makes
-it fail if a rank of the job has failed (:mod:`odc.rank.watchdog`).
+[Note: Watched waits] Clipping sums the norm over the ranks by a collective, and scripts have their own collectives. ODC
+cannot check for failures inside them. So the session records that its rank is in one, and its watchdog makes the
+collective fail if a rank of the job has failed (:mod:`odc.rank.watchdog`).
 """
 
 from __future__ import annotations

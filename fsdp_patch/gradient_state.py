@@ -1,7 +1,7 @@
-"""What a script means by the gradients that it asks for: those of the last minibatch, or the coming ones.
+"""Decides which gradients a script asks for: those of the last minibatch, or those of the current one.
 
-One state per session says so, as :mod:`odc.minibatch.state` says where its rank is in the protocol. Nothing here waits,
-or looks at a tensor. The table is in docs/ends.md.
+There is one state per session, as :mod:`odc.minibatch.state` is the state of the protocol. This module neither waits
+nor reads tensors. docs/ends.md has the table.
 
 [Note: The same place of the script] Whether a use of gradients ends a minibatch must not depend on whether this rank
 had a microbatch: ranks run the same script, and only forward and backward are missing where one is idle. So what a

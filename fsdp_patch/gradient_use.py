@@ -1,4 +1,4 @@
-"""What a script does with the gradients of one session, and what that means for its minibatch."""
+"""Reacts to a script's use of gradients in one session, and ends the minibatch if needed."""
 
 from __future__ import annotations
 

@@ -1,32 +1,35 @@
-"""Noticing parameters that a script has changed after they were published, for less than a tenth of a gather.
+"""Change detection: finds parameters that a script has changed after they were published, at less than a tenth of a
+gather's cost.
 
-[Note: Changed by hand] The other ranks compute with what a rank has published, so until its next step its parameters
-must stay that. How much is looked at is bounded by what it is done beside:
+[Note: Changed by hand] The other ranks compute with published parameters, so a rank must not change its parameters
+before its next step. The cost of a check is small compared with the operation at which it happens:
 
 - At every gather, before the parameters are used: a sample of the largest parameter of the unit, and the trace of
-  another one, in turn. So what changes all of them (averaged weights swapped in, decay by hand) is noticed at once,
-  what changes one some gathers later. (Not in a backward that will push gradients of the unit: that comes at once.)
+  another parameter, in turn. A change of all parameters (averaged weights swapped in, decay by hand) is noticed at
+  once, a change of one parameter some gathers later. (Not in a backward that will push gradients of the unit, since the
+  push follows at once.)
 - At every push, before it is sent: the traces of all parameters of the unit.
-- All elements of a unit: at its first gather of a publication outside of training; and of all units when a minibatch
-  begins, on every rank, before anything of it is sent.
+- All elements: of a unit at its first gather after a publication outside of training; of all units on every rank when a
+  minibatch begins, before anything of it is sent.
 
-The *trace* of a parameter is its version counters, which tell what torch counts (what is written in place through the
-parameter or its local tensor: an optimizer, ``copy_`` under ``no_grad``), its address, and on a host a sample of its
-elements, which tells what torch does not count: ``.data``, NumPy, C extensions, ``torch._foreach_*`` on DTensors.
+The *trace* of a parameter has three parts: its version counters, which show writes that torch counts (in place through
+the parameter or its local tensor: an optimizer, ``copy_`` under ``no_grad``); its address; and on a CPU a sample of its
+elements, which shows writes that torch does not count: ``.data``, NumPy, C extensions, ``torch._foreach_*`` on
+DTensors.
 
-So whatever a script changes is noticed at the latest when the next minibatch begins; and what it changes while one is
-open, before the next gradients of that unit go out, but for a few elements changed in an uncounted way, which the step
-overwrites. What is changed after the last push of a minibatch concerns nobody, and is not looked at.
+So every change is noticed at the latest when the next minibatch begins. A change during a minibatch is noticed before
+the next gradients of that unit are sent, except for a few elements changed in an uncounted way, which the step
+overwrites. Changes after the last push of a minibatch do not matter to other ranks and are not checked.
 
-Written is not changed: FSDP1's ``summon_full_params`` writes back what it has read, torch 2.9 gives padded shards new
-tensors at the first forward, a step with a learning rate of 0 changes nothing, and a change may vanish in the rounding
-to the compute dtype. So a trace only asks for a comparison of all elements, which decides.
+A write need not be a change: FSDP1's ``summon_full_params`` writes back what it has read, torch 2.9 gives padded shards
+new tensors at the first forward, a step with a learning rate of 0 changes nothing, and a change may vanish in the
+rounding to the compute dtype. So a changed trace only triggers a comparison of all elements, which decides.
 
-On a GPU no answer is there at once (:class:`DeviceComparison`), and where nothing is trainable, so that no minibatch
-comes, all elements are compared at every gather: its memory is faster than the wire.
+On a GPU a comparison gives its result later (:class:`DeviceComparison`). If nothing is trainable, so that there are no
+minibatches, all elements are compared at every gather: a GPU's memory is faster than the link.
 
-What is noticed where a model is about to be used is published anew, see :meth:`Guard.changed`: on a GPU what torch has
-counted; and the rest, which takes a wait, where a script is likely to have changed it, see
+Changes that are noticed before a model is used are published again, see :meth:`Guard.changed`: on a GPU those that
+torch has counted; the others, whose detection needs a wait, only where a script is likely to have made them, see
 :meth:`odc.fsdp_patch.publishing.Publisher.is_any_changed`.
 """
 

@@ -1,19 +1,19 @@
-"""Where a script that knows nothing of minibatches ends one: the first time it asks for final gradients.
+"""Interception: finds the place at which an unmodified script ends a minibatch, its first use of final gradients.
 
-That is the first use of a gradient's data (:mod:`odc.fsdp_patch.pending`). Some places are known by name, too.
-``optimizer.step`` does not use what is None, and ``GradScaler.step`` may skip it; the step has public hooks of torch.
-Clipping (``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``, FSDP1's own ``clip_grad_norm_``) and
-``unscale_`` are where a rank without a microbatch may not be patched yet, or have full parameters at hand, which have
-no gradients, and where ranks wait for each other, of which a message then says what for. These are functions of torch,
-which are intercepted while anybody listens (:func:`listen`), and left as they were after that.
+This is the first use of a gradient's data (:mod:`odc.fsdp_patch.pending`). Some functions are also intercepted by name.
+``optimizer.step`` does not read gradients that are None, and ``GradScaler.step`` may skip the step; torch has public
+hooks for it. Clipping (``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_``, FSDP1's own ``clip_grad_norm_``)
+and ``unscale_`` are intercepted because a rank without a microbatch may not be patched yet, or may hold full
+parameters, which have no gradients; and because ranks wait for each other there, so that messages can name the
+function. These functions of torch are replaced while there is a listener (:func:`listen`), and restored afterwards.
 
 [Note: Imported by name] Scripts say ``from torch.nn.utils import clip_grad_norm_`` before they patch anything, so
-replacing that attribute would miss them. Torch defines both clipping functions as a wrapper around an inner function
-that the wrapper holds in a closure cell (``clip_grad._no_grad``, torch 2.9 to 2.13); the cell is what is exchanged.
+replacing that attribute would miss them. Torch defines both clipping functions as a wrapper around an inner function in
+a closure cell (``clip_grad._no_grad``, torch 2.9 to 2.13); ODC replaces the content of the cell.
 
-[Note: Compiled scripts] Scripts compile what they do with gradients too (``torch.compile`` of a function that scales
-them, or around ``optimizer.step``), and the model itself, around FSDP. What listens there waits for other ranks,
-patches models and moves memory, none of which can be traced: the compiler breaks its graph at it.
+[Note: Compiled scripts] Scripts may compile their use of gradients (``torch.compile`` of a function that scales them,
+or around ``optimizer.step``), and the model itself, around FSDP. ODC's listeners wait for other ranks, patch models and
+move memory, which cannot be traced, so the compiler breaks its graph there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A word to scripts whose packed samples see one another: a row of several samples, given to a model with a cache.
+"""Warns if packed samples attend to each other: a row of several samples is given to a model with a cache.
 
-Nothing is computed for it. What a forward is given tells: positions that begin anew within a row and no mask, and
-a cache, which models with a ``config`` like those of transformers make unless they are told not to. Such a model looks
-for packed samples only where it makes none. A model that never looks is found by ``odc.balance.check_packing``.
+The check computes nothing. It uses the arguments of the forward: positions that restart within a row, no mask, and a
+cache, which models of transformers make by default. Such a model separates packed samples only without a cache.
+``odc.balance.check_packing`` finds models that never separate them.
 """
 
 from __future__ import annotations

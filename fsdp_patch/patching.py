@@ -1,4 +1,4 @@
-"""Making a session: checks first, on all ranks, then memory, then the model."""
+"""Make a session: first check on all ranks, then allocate memory, then patch the model."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Gradients that are not there yet: what stands in ``.grad`` until the minibatch ends, and ends it when it is used.
+"""Pending gradients: placeholders in ``.grad`` that end the minibatch when they are used.
 
-A script that asks for a gradient says so by using its data. So ``.grad`` of what was pushed is a tensor without data
-(:class:`PendingGradient`; under FSDP2 a DTensor around one), and the first operation on it ends the minibatch and goes
-on with the final gradient. That knows no reader by name: a norm by hand, ``foreach`` functions, compiled ones, torch's
-own pipeline schedules, libraries that nobody here has heard of. What can be asked without data (``is None``, shapes,
-devices) ends nothing, and nobody pays for a gradient that is not used.
+After a push, ``.grad`` is a tensor without data (:class:`PendingGradient`; under FSDP2 a DTensor around one). The first
+operation on its data ends the minibatch and continues with the final gradient. This works for every reader: a norm by
+hand, ``foreach`` functions, compiled ones, torch's pipeline schedules, any library. Queries without data (``is None``,
+shapes, devices) end nothing, and unused gradients cost nothing.
 
-[Note: Gradients that others will bring] A gradient is also pending where this rank has pushed none, since the others
-may: under plain FSDP a rank without a microbatch runs one that counts nothing, and finds gradients afterwards. So from
-patching on, once a gradient was cleared, and as soon as this rank has pushed anything, what would be None is pending as
-well. If nobody brings any, it is None when the minibatch has ended, and zeros to who has it at hand by then (``is
-None`` was asked when no rank could know). Where an old gradient was not cleared, a look at it and the use of the coming
-one differ by their place in the script only, see [Note: Old gradients on an idle rank] in ``gradient_state.py``.
+[Note: Gradients that others will bring] A gradient is also pending if this rank has pushed none, since other ranks may:
+under plain FSDP a rank without a microbatch runs a dummy one and finds gradients afterwards. So after patching, after a
+gradient was cleared, and after this rank has pushed anything, a ``.grad`` that would be None is pending. If no rank
+pushes a gradient for it, it becomes None at the end of the minibatch. Code that already holds the placeholder reads
+zeros, since no rank could know the answer to ``is None`` before. If an old gradient was not cleared, reading the old
+one and using the new one differ only by their place in the script, see [Note: Old gradients on an idle rank] in
+``gradient_state.py``.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Publishing: a unit's new shard goes out as soon as nothing can change it any more; and the final gradients of a
-minibatch, made unit by unit, behind each of which its unit goes out.
+"""Publishing: a unit's new shard is published as soon as nothing can change it any more. The final gradients of a
+minibatch are made unit by unit, and each unit is published after its turn.
 
-[Note: Turns] A unit's turn is: make its gradient, call the hooks that wait for it, let a step use it and free it,
-publish the unit; then comes the next one. So who frees gradients there never has more than those of one unit. In their
-turns ranks wait for nobody but, in the same order, for replicas, and for whom a norm, a hook or an optimizer waits:
-each has ended the minibatch, and comes to the same turns. A rank whose turns are over may wait for those of others, in
-its next gather or push, and never the other way round. What fails in a turn ends the job: some units have stepped, and
-others have not.
+[Note: Turns] In a unit's turn its gradient is made, hooks that wait for it are called, a step uses and frees it, and
+the unit is published; then comes the next unit. So a script that frees gradients in turns never holds those of more
+than one unit. During turns, ranks wait only for replicas and for ranks that a norm, a hook or an optimizer needs, all
+in the same order: each of these has ended the minibatch and reaches the same turns. A rank that has finished its turns
+may wait for other ranks' turns in its next gather or push, never the reverse. A failure in a turn ends the job, because
+some units have stepped and others have not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What passes between the hosts, once per minibatch.
+"""Communication between hosts, once per minibatch.
 
 On-demand communication runs inside a group of ranks (typically one host). Across hosts, ranks with the same place in
 their groups are replicas of one another (hybrid sharding), or counterparts, which share a model's parameters and sums
-among their groups (:mod:`odc.fsdp_patch.sharing`). FSDP all-reduces between replicas in every microbatch; here it is
-once per minibatch, after the one synchronization that there is anyway.
+among their groups (:mod:`odc.fsdp_patch.sharing`). FSDP all-reduces between replicas in every microbatch; ODC does so
+once per minibatch, after its one synchronization.
 """
 
 from __future__ import annotations

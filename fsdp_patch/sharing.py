@@ -1,15 +1,16 @@
 """Parameters and gradients shared by a few ranks of the many over which FSDP shards: typically those of one host.
 
-FSDP shards over N ranks, and so are optimizer state and checkpoints. But within a minibatch parameters do not change,
-and gradients only add: so each has to cross hosts once a step, however many microbatches read and push it. On demand, a
-rank publishes to the S ranks of its *home*, beside its own shard of a unit, those of its counterparts in the other
-homes; its sums are as wide. Counterparts swap both in collectives, where all ranks meet anyway: behind the step, and at
-the end of the minibatch. (ZeRO++'s hybrid sharding; section 6.1 and appendix E of the paper.)
+FSDP shards parameters, optimizer state and checkpoints over N ranks. But within a minibatch parameters do not change
+and gradients only add up, so each needs to cross hosts only once per step, for any number of microbatches. A rank
+publishes its own shard of a unit and those of its counterparts in the other homes to the S ranks of its *home* (usually
+its host); its sums cover the same shards. Counterparts exchange both in collectives at points where all ranks meet
+anyway: after the step, and at the end of the minibatch. (ZeRO++'s hybrid sharding; section 6.1 and appendix E of the
+paper.)
 
 [Note: Rows of a home] Global rank r is place ``s = r % S`` in home ``h = r // S``. A *row* is one rank's shard of the
-whole unit, parameter after parameter. Place s publishes the rows of its counterparts one after the other, by h. So the
-parameters of a unit are so many parts more for whoever gathers or pushes: of each parameter one per home, whose rows
-are those of S consecutive ranks, by place. Nothing else of a unit, or of FSDP, differs.
+whole unit, parameter after parameter. Place s publishes the rows of its counterparts one after the other, by h. So for
+gathers and pushes each parameter has one part per home, whose rows are those of S consecutive ranks, by place. Nothing
+else of a unit or of FSDP differs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a session asks of one FSDP communication unit, whichever FSDP made it."""
+"""The interface of an FSDP communication unit for a session, the same for FSDP1 and FSDP2."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The step of a minibatch, unit by unit: never the gradients of more than one unit (:mod:`odc.fsdp_patch.publishing`).
+"""The optimizer step unit by unit, with the gradients of only one unit in memory (:mod:`odc.fsdp_patch.publishing`).
 
-[Note: One optimizer for all] The optimizers of ``torch.optim`` keep what they know of a parameter by that parameter,
-and leave out those without a gradient. So one of them that holds the whole model may step once for each unit, while all
-other units have no gradients: that is one step. Others count steps, or measure the model, for all parameters at once;
-so would a hook of the step. They have to hold parameters of one unit only.
+[Note: One optimizer for all] The optimizers of ``torch.optim`` keep their state separately for each parameter, and skip
+parameters without a gradient. So one that holds the whole model may step once for each unit while the other units have
+no gradients; together this is one step. Other optimizers count steps or use statistics of all parameters, and so may
+hooks of the step. They must hold parameters of one unit only.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""``odc run``: on-demand communication for a script that knows nothing of it."""
+"""``odc run``: on-demand communication for unmodified scripts."""

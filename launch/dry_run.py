@@ -1,4 +1,4 @@
-"""``odc run --dry-run``: what would be patched, told after one optimizer step under plain FSDP."""
+"""``odc run --dry-run``: shows what would be patched, after one optimizer step under plain FSDP."""
 
 from __future__ import annotations
 

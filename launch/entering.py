@@ -1,8 +1,8 @@
-"""What every Python process below ``odc exec`` runs first: ODC begins in it where it makes a process group.
+"""Runs first in every Python process below ``odc exec``. ODC starts when the process makes its process group.
 
-``odc exec`` lays this file as ``sitecustomize.py`` into a folder on PYTHONPATH, where Python's start finds it. So it
-imports nothing but the standard library, and it loads nothing in a process that is no rank. Whatever starts ranks, and
-whether a rank runs a script or a function, each calls ``torch.distributed.init_process_group``.
+``odc exec`` puts this file as ``sitecustomize.py`` into a folder on PYTHONPATH, where Python finds it at startup. So it
+imports only the standard library, and loads nothing in a process that is not a rank. Every rank, whether it runs a
+script or a function, calls ``torch.distributed.init_process_group``, whatever has started it.
 """
 
 from __future__ import annotations

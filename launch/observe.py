@@ -1,7 +1,7 @@
-"""What ``odc run`` shows of a run while it lasts: columns in a Trainer's log, ``--timeline`` and ``--live``.
+"""What ``odc run`` shows during a run: columns in a Trainer's log, ``--timeline`` and ``--live``.
 
-All of it comes from :class:`odc.MinibatchStats` and :class:`odc.Timeline`. A script that is started by ``torchrun`` has
-the same by ``session.on_minibatch`` and ``session.start_timeline``.
+All of it comes from :class:`odc.MinibatchStats` and :class:`odc.Timeline`. Scripts under ``torchrun`` can use
+``session.on_minibatch`` and ``session.start_timeline`` for the same.
 """
 
 from __future__ import annotations

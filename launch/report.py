@@ -1,8 +1,8 @@
-"""What one synchronization per minibatch has saved: microbatches are timed, and all ranks make one report of a run.
+"""The final report: times microbatches and estimates how much waiting one synchronization per minibatch has saved.
 
-No rank waits for another to report: each leaves its account in torchrun's key-value store, which outlives the ranks;
-the last one to do so finds all the others' and prints. A rank that failed leaves none, and nothing is printed. Where no
-torchrun has started the ranks, rank 0 has the store, waits for the others' accounts, and prints.
+No rank waits for another. Each puts its numbers into torchrun's key-value store, which outlives the ranks. The last
+rank to do so reads those of all others and prints. If a rank has failed, its numbers are missing and nothing is
+printed. Without torchrun, rank 0 has the store, waits for the numbers of the others, and prints.
 """
 
 from __future__ import annotations

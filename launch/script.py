@@ -1,10 +1,10 @@
-"""Running a script as ``python script.py`` would, and the one line with which it ends where it fails.
+"""Run a script as ``python script.py`` would, and print one line if it fails.
 
-What a script finds in ``sys`` and in its own module is the same.
+``sys`` and the script's module are the same as there.
 
-A rank leaves its line where torchrun looks for the error of a rank; ``odc run`` finds what the ranks of its host have
-left, and how those have ended that could leave nothing, and says one line, last: of the rank whose error explains those
-of the others. Under torchrun alone each rank says its own.
+A rank writes its line to the file in which torchrun looks for errors. ``odc run`` reads the lines of the ranks of its
+host, and how ranks without a line have ended. It prints one line at the end: that of the rank whose error explains the
+others. Under torchrun alone each rank prints its own.
 """
 
 from __future__ import annotations

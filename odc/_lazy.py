@@ -1,4 +1,4 @@
-"""Exports that are loaded when they are first used (PEP 562), for the packages that promise to be cheap to import."""
+"""Lazy exports (PEP 562): names are loaded on first use, so that importing a package is cheap."""
 
 from __future__ import annotations
 

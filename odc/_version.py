@@ -1,6 +1,7 @@
-"""What this project is called where packages are installed, and its version; imports nothing.
+"""Name of the distribution, and the version. Imports nothing.
 
-The import and the command are ``odc``. The distribution is not: ``odc`` on the package index is another project.
+The import and the command are ``odc``, but the distribution has another name: ``odc`` on the package index is another
+project.
 """
 
 __version__ = "0.1.0"

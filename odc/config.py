@@ -1,7 +1,7 @@
 """Configuration: one frozen dataclass, and the only place that reads environment variables.
 
-Precedence: an environment variable wins over the argument, the argument over the default. (The person who runs a
-job can thus change a limit without editing the script that somebody else wrote.)
+Precedence: an environment variable overrides the argument, and the argument overrides the default. So a limit can be
+changed without editing the script.
 """
 
 from __future__ import annotations

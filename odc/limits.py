@@ -1,7 +1,7 @@
-"""How long ODC waits and how often it looks, in one place; seconds.
+"""All time limits and polling intervals of ODC, in seconds.
 
-One limit is the user's: ``timeout_s`` (:class:`odc.RuntimeConfig`), without progress of whom a wait is for. What stands
-here decides how soon something is noticed, how long an explanation of it is waited for, and how much a look costs.
+Users set only one limit: ``timeout_s`` (:class:`odc.RuntimeConfig`), the time without progress of an awaited rank. The
+values here decide how soon a failure is noticed, how long ODC waits for its explanation, and how much checking costs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What one rank has done: counters, minibatch by minibatch, and spans on a clock that every rank of a host shares.
+"""What one rank does: counters, per-minibatch statistics, and spans on a clock that all ranks of a host share.
 
-:class:`Stats` is always kept, and :class:`MinibatchStats` made at the end of each minibatch. A :class:`Timeline` costs
-one ``None`` check per operation while it is off. Switched on, it keeps spans, from which the bubble rate is measured,
-the per-rank picture is drawn and a Chrome/Perfetto trace is written (:mod:`odc.bench.training.trace`, which also says
-what an event of it has).
+:class:`Stats` are always counted, and :class:`MinibatchStats` are made at the end of each minibatch. A
+:class:`Timeline` that is off costs one ``None`` check per operation. If it is on, it stores spans, from which ODC
+measures the bubble rate, draws a picture of all ranks and writes a Chrome/Perfetto trace
+(:mod:`odc.bench.training.trace` describes its events).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is communicated together: the static description of one FSDP unit, the same on every rank."""
+"""Units of communication: the static description of one FSDP unit, the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""What ODC asks of CUDA: exportable memory, stream memory operations, kernels. Imports neither cupy nor a driver."""
+"""ODC's interface to CUDA: exportable memory, stream memory operations, kernels. Importing it loads neither cupy nor a
+driver."""

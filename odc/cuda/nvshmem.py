@@ -1,9 +1,9 @@
-"""NVSHMEM as the transport needs it: a small interface, and its implementation by nvshmem4py and our kernels.
+"""The transport's small interface to NVSHMEM, implemented with nvshmem4py and ODC's kernels.
 
-NVSHMEM is one per process: it is initialised once, by unique id over the process group, and its PEs are the ranks of
-the group that did so. Starting it, allocating, freeing and ending it are collective and have no time limit. The first
-two get one here; nothing is ever freed and nothing ended: an error path must not wait for a rank that is gone, and the
-process's end does it all.
+A process has one NVSHMEM: it is initialized once, by unique id over a process group, and its PEs are the ranks of that
+group. Start, allocation, freeing and end are collective and have no time limit. This module adds a limit to start and
+allocation. It never frees memory and never ends NVSHMEM, because an error path must not wait for a dead rank; the end
+of the process does both.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The CUDA runtime as the transport needs it: a small interface, its implementation by cupy, and what has to be there.
+"""The transport's small interface to the CUDA runtime, its implementation with cupy, and checks of its requirements.
 
-Memory is plain cudaMalloc memory: what torch's caching allocator hands out cannot always be exported (expandable
-segments, cudaMallocAsync), and cannot be kept from being reused while a peer still reads it.
+Memory comes from cudaMalloc: memory of torch's caching allocator cannot always be exported (expandable segments,
+cudaMallocAsync), and torch might reuse it while another rank still reads it.
 
-Of the driver are called what neither torch nor cupy offers. Stream memory operations let a stream wait for, and set, a
-word in memory without occupying a multiprocessor. The word lies in host memory that all ranks of a host have mapped and
-registered, so the host can read it, and can release a stream whose peer has died. And many copies are one call.
+The driver is called directly for functions that torch and cupy do not have. Stream memory operations let a stream wait
+for and set a word in memory without occupying a multiprocessor. The word is in host memory that all ranks of a host
+have mapped and registered, so the host can read it and can release a stream whose peer has died. Another call starts
+many copies at once.
 """
 
 from __future__ import annotations

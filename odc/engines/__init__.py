@@ -1,1 +1,1 @@
-"""Who moves and adds bytes: plain torch on a CPU, streams and kernels on a GPU."""
+"""Engines move and add bytes: with plain torch on a CPU, with streams and kernels on a GPU."""

@@ -1,13 +1,13 @@
-"""Who moves and adds the bytes of one rank, and in which order.
+"""The interface of engines, which move and add the bytes of one rank, and the order of these operations.
 
-On a CPU everything has happened when a call returns. On a GPU a call puts work into the current stream, and the order
+On a CPU an operation is complete when its call returns. On a GPU a call puts work into the current stream. The order
 between streams, of one rank or of several, is kept by :meth:`odc.transports.base.Transport.post` and
 :meth:`~odc.transports.base.Transport.order_after`. The protocol is written once, for both.
 
-Copy engines or a kernel: which moves a gather of a given size faster on a GPU says a measured :class:`TransferTable`.
-Copy engines occupy no multiprocessor, so compute that overlaps is not slowed down; but each owner's shard is a copy of
-its own, and a copy costs microseconds to start. One kernel reads all owners at once. Where the lines cross depends on
-the machine: ``odc bench gpu`` measures them and prints the table.
+A measured :class:`TransferTable` says for each size whether copy engines or a kernel gather faster on a GPU. Copy
+engines occupy no multiprocessor, so they do not slow down overlapping compute; but each owner's shard needs its own
+copy, which takes microseconds to start. One kernel reads from all owners at once. The sizes depend on the machine:
+``odc bench gpu`` measures them and prints the table.
 """
 
 from __future__ import annotations

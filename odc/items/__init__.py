@@ -1,1 +1,2 @@
-"""What ranks read from each other that is no parameter: outputs of encoders, their gradients."""
+"""Items: data other than parameters that ranks read from each other, such as outputs of encoders and their
+gradients."""

@@ -1,4 +1,5 @@
-"""A channel of an :class:`odc.ItemExchange`: its signals, its memory, what ranks agree on, how it grows."""
+"""A channel of an :class:`odc.ItemExchange`: its signals, its memory, the agreement of ranks on routes, and its
+growth."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Items on demand: what one rank has computed and another one needs, read from its producer's published memory.
+"""Items on demand: a rank reads results of another rank from that rank's published memory.
 
-In multimodal training a rank encodes images and audio of samples whose language-model part runs on other ranks. Here a
-producer publishes what it has encoded, part by part, and a consumer reads an item when it needs it: no rank waits for
-one whose items it does not read. Gradients go back in the same way, in a channel of their own.
+In multimodal training a rank encodes images and audio of samples for which other ranks run the language model. The
+producer publishes its outputs part by part, and a consumer reads an item when it needs it. A rank waits only for
+producers of items that it reads. Gradients go back in the same way, in a separate channel.
 
-PROTOCOL.md beside this file states the rules and why they suffice; tests/items (test_items.py, _streams.py)
-run this under random delays and check that it fails when any of its orders is removed.
+PROTOCOL.md in this folder states the rules and why they suffice. tests/items (test_items.py, _streams.py) run this code
+under random delays, and check that it fails if any ordering is removed.
 """
 
 from __future__ import annotations

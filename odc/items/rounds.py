@@ -1,4 +1,4 @@
-"""One round of a channel of an :class:`odc.ItemExchange`: what one rank publishes and reads in it."""
+"""One round of a channel of an :class:`odc.ItemExchange`, in which a rank publishes and reads items."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What moves in one round of an :class:`odc.ItemExchange`: plain data, and what one rank makes of it.
+"""Routes: which items move in one round of an :class:`odc.ItemExchange`, and the layout that one rank derives from
+them.
 
-All ranks are given the same routes, so each knows without communication where in every other rank's memory an item
-lies, and after how many publications of that rank it is there.
+All ranks have the same routes. So each rank knows, without communication, the position of an item in another rank's
+memory, and after how many publications of that rank it is available.
 """
 
 from __future__ import annotations

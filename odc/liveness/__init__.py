@@ -1,1 +1,1 @@
-"""How a rank ends and how its death is seen: processes, helper threads, what runs at exit, injected faults."""
+"""How ranks end and how their death is detected: processes, helper threads, exit handlers, injected faults."""

@@ -1,11 +1,11 @@
-"""Fault injection: the product's own hooks, in the product's own code path.
+"""Fault injection for tests: hooks in the normal code path.
 
 ``ODC_FAULT="rank=1,point=scatter.after_chunk,at=3,do=kill"`` makes rank 1 kill itself the third time it passes the
-point ``scatter.after_chunk``. Without ``ODC_FAULT`` a hook is a call of a C function.
+point ``scatter.after_chunk``. Without ``ODC_FAULT`` a hook costs one call of a C function.
 
 ``do`` is one of ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise`` (:class:`~odc.errors.FaultInjected`), ``exit``
 (``os._exit(0)``), ``segv`` (a real segmentation fault), ``delay:SECONDS`` or ``jitter:SECONDS`` (a random delay of up
-to that long, at every pass). ``at`` counts from 1; left out, every pass fires.
+to that long, at every pass). ``at`` counts from 1; without it, every pass fires.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Ending collectives of gloo that wait for a rank which will not come.
+"""End gloo collectives that wait for a rank that will not come.
 
-Torch has no way to take one back: ``abort()`` does not wake who waits (torch 2.9 to 2.13), a time limit of the process
-group is thirty minutes by default, and a process whose collective is pending cannot even end, because the destructor of
-the group joins the thread that waits. But gloo ends with an error as soon as its connections do.
+Torch cannot cancel such a collective: ``abort()`` does not wake the waiting thread (torch 2.9 to 2.13), the default
+timeout of a process group is thirty minutes, and a process with a pending collective cannot even end, because the
+group's destructor joins the waiting thread. But gloo's collectives fail as soon as its connections are closed.
 
-[Note: Gloo's connections] Gloo's loop thread watches them with an epoll instance. Others have such instances as well,
-with pipes and sockets in them, and theirs must not be touched: what tells gloo's apart is the word that belongs to each
-entry. Gloo keeps there the address of the C++ object that handles the entry. The object begins with the address of its
-table of virtual functions, and before that table stands the address of its type's description, which torch exports.
-What an event loop of somebody else keeps there (a descriptor, a number, an object of its own) leads elsewhere or
-nowhere. Memory is read through the kernel, which refuses what is not mapped.
+[Note: Gloo's connections] Gloo's loop thread watches its connections with an epoll instance. Other libraries have such
+instances too, with pipes and sockets that must not be touched. Gloo's instance is recognized by the user data of its
+entries: gloo stores there the address of the C++ object that handles the entry. This object begins with the address of
+its virtual function table, and before that table is the address of the type description, which torch exports. The user
+data of other event loops (a descriptor, a number, another object) does not lead there. Memory is read through the
+kernel, which refuses unmapped addresses.
 """
 
 from __future__ import annotations

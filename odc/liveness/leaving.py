@@ -1,4 +1,4 @@
-"""Steps of an end, all of which are taken; what others may still be using is released behind it."""
+"""Run all steps of a shutdown, also if some fail. Resources that others may still use are released at the end."""
 
 from __future__ import annotations
 

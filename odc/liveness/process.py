@@ -1,7 +1,7 @@
 """Watching another process of this host through a pidfd.
 
-A pidfd becomes readable the moment its process ends, whatever ended it, also while forked children of that process
-(DataLoader workers) keep its sockets open. It names the process, not the number: a recycled pid cannot be mistaken.
+A pidfd becomes readable when its process ends, for any reason, even if forked children of the process (DataLoader
+workers) keep its sockets open. It identifies the process itself, so a reused pid is not mistaken for it.
 """
 
 from __future__ import annotations

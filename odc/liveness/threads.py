@@ -1,4 +1,4 @@
-"""Threads of ODC's own; pauses and reminders in waits that no signal ends, or that end long after they should."""
+"""ODC's threads; pauses in waits without a signal, and reminders about waits that take too long."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The minibatch protocol of one rank, where its gradients are summed, and the runtime that holds both."""
+"""The minibatch protocol of one rank, the sums of gradients, and the runtime that holds both."""

@@ -1,13 +1,13 @@
-"""Where pushed gradients are summed at their owner.
+"""Sums of pushed gradients in the owner's memory.
 
-Two stores share one interface: :class:`SharedStore`, one sum per unit into which all clients add, and
-:class:`PerClientStore`, one per client, for gradients that are equal to the bit whatever the timing.
-:class:`StorePlan` chooses.
+Two stores have the same interface: :class:`SharedStore` has one sum per unit, into which all clients add.
+:class:`PerClientStore` has one sum per client, for gradients that do not depend on timing, bit for bit.
+:class:`StorePlan` chooses the store.
 
-[Note: Sums in place] A client adds where the sum lies. If it dies or is interrupted in the middle, a part of its push
-is in the sum, and that sum gets into no step: the client's ``done`` of this minibatch never comes, without which no
-rank has final gradients of it; its failure is told to all ranks, or seen as a death; and a runtime that has failed
-refuses every further operation. (To write beside the sum and commit by one word takes a third pass over the memory.)
+[Note: Sums in place] A client adds directly to the sum. If the client dies or is interrupted, a part of its push is in
+the sum. No step uses this sum: final gradients need the client's ``done`` of this minibatch, which never comes; all
+ranks learn of the failure or the death; and a failed runtime refuses every further operation. (A separate copy that is
+committed by one word would need a third pass over the memory.)
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Pushes through slots: the client fills a slot at every owner, and a thread of each owner adds it to its sum.
+"""Pushes through slots: a client writes its gradient into a slot at every owner, and a thread of the owner (the daemon)
+adds it to the sum.
 
-[Note: Only what has arrived] A host runs ahead of its device, so a push is announced long before its gradient has been
-computed. An owner's stream that waited for one would hold up the pushes of all other clients behind it, and where it
-shares a hardware queue with the script's streams, the script's own kernels too: a collective of the script, say, that
-the awaited client has still to come to, which is a deadlock. So the owner's host looks which pushes have arrived, and
-gives its stream only those.
+[Note: Only what has arrived] Hosts run ahead of their devices, so a push is announced long before its gradient is
+computed. If an owner's stream waited for it, the stream would delay the pushes of all other clients. If it shared a
+hardware queue with the script's streams, it would also delay the script's kernels, for example a collective that the
+awaited client has not reached yet: a deadlock. So the owner's host checks which pushes have arrived, and gives only
+these to its stream.
 
-[Note: Nobody waits for a slot forever] For the same reason an acknowledgement may be stuck at an owner whose stream
-shares a queue with a kernel that waits for this very client to come to a collective. So a client waits for a slot for a
-moment only. Then it keeps its pushes in memory of its own until slots are free, at the end of its minibatch at the
-latest: by then it has come to every collective that others may wait in. When it keeps as much as all gradients
-together, it waits for that moment before each further push: an owner that is only slow sets the pace.
+[Note: Nobody waits for a slot forever] For the same reason the acknowledgement of an owner may be delayed: its stream
+may share a queue with a kernel that waits for this client in a collective. So a client waits for a slot only briefly.
+Then it keeps its pushes in its own memory until slots are free, at the latest until the end of its minibatch: by then
+it has reached every collective in which others may wait. If the kept pushes are as large as all gradients together, the
+client again waits briefly before each further push, so that an owner that is merely slow sets the pace.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Waiting until published shards may be replaced between steps, in one runtime or several. See PROTOCOL.md."""
+"""Fences: wait until published shards may be replaced between steps, in one runtime or several. See PROTOCOL.md."""
 
 from __future__ import annotations
 

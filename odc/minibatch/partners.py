@@ -1,9 +1,9 @@
 """Ranks that compute together: they run the same microbatches, each on its part of every layer (tensor parallelism) or
 of every sample (context parallelism).
 
-They meet in collectives inside forward and backward, so if one of them has fewer microbatches, the other waits there
-for a rank that has gone on; or what one computes with is another collective's result. So before a minibatch ends
-partners tell each other how many microbatches they had, and who computes meanwhile looks for partners that have ended.
+They have collectives inside forward and backward. If one of them has fewer microbatches, another waits there for a rank
+that has gone on, or gets the result of a different collective. So partners exchange their numbers of microbatches
+before a minibatch ends, and a rank that still computes checks whether a partner has ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The minibatch protocol of one rank: when a gather may read, a push may land, a gradient is final.
 
-PROTOCOL.md beside this file states the rules and why they suffice; tests/minibatch/test_protocol.py runs this class
-alone under random delays and checks that it fails when any signal is removed.
+PROTOCOL.md in this folder states the rules and why they suffice. tests/minibatch/test_protocol.py runs this class alone
+under random delays, and checks that it fails if any signal is removed.
 """
 
 from __future__ import annotations

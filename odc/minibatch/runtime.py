@@ -1,11 +1,11 @@
-"""The context object: everything one rank holds to communicate on demand with the others of its group.
+"""The runtime: everything that one rank needs for on-demand communication with its group.
 
-Owned by the caller, with :meth:`Runtime.close`; no process-global state. The FSDP patch builds one per model; the
-benchmarks and the protocol tests build theirs directly.
+The caller owns a runtime and closes it with :meth:`Runtime.close`. There is no process-global state. The FSDP patch
+makes one per model; benchmarks and protocol tests make theirs directly.
 
-Where units are on several meshes, experts beside the rest of a model, say, the runtime of the first one has those of
-the others. They have one failure, one set of counters, and hear of the same ranks, so that what fails on one mesh fails
-on all. A minibatch begins and ends on all of them at once (see PROTOCOL.md); units are numbered mesh by mesh.
+If units are on several meshes (experts and the rest of a model, for example), the first mesh's runtime holds those of
+the other meshes. They share counters and failures, so a failure on one mesh is one on all. A minibatch begins and ends
+on all meshes at once (see PROTOCOL.md). Units are numbered mesh by mesh.
 """
 
 from __future__ import annotations

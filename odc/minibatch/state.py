@@ -1,6 +1,6 @@
-"""Where one rank is in its minibatches: the one place that says so, for the protocol and for the session above it.
+"""The state machine of one rank's minibatches, used by the protocol and by the session.
 
-Nothing here waits, and nothing is seen by other ranks: that is ``protocol.py``. PROTOCOL.md states the rules.
+This module neither waits nor communicates; ``protocol.py`` does. PROTOCOL.md states the rules.
 """
 
 from __future__ import annotations

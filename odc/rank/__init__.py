@@ -1,1 +1,1 @@
-"""A rank while it runs: what a runtime and an exchange of items have in common, how it waits, who looks after it."""
+"""Parts that a runtime and an exchange of items share: context, waits, watchdogs."""

@@ -1,8 +1,8 @@
-"""What every context object of a rank has in common: its transport, its waits, its failure, its end.
+"""The base of a rank's contexts: transport, waits, failure, end.
 
 :class:`odc.Runtime` (parameters and gradients) and :class:`odc.ItemExchange` (outputs of encoders) each have a
-transport, with the rules that go with it: the first failure ends the job on all ranks, misuse changes nothing, a closed
-or forked context refuses every operation, and one that nobody closes tells its peers so.
+transport, and follow the same rules: the first failure ends the job on all ranks; misuse changes nothing; a closed or
+forked context refuses every operation; and a context that was never closed tells its peers so at exit.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""The one function in which this package waits for another rank, and what it looks at meanwhile.
+"""The only function in which ODC waits for another rank, and the conditions that it checks meanwhile.
 
-It watches the thing awaited, the awaited ranks' deaths, their progress, abort notices, this rank's own failure, and
-the monotonic clock. Slow is not dead: progress of the awaited rank (or of the rank *it* waits for) starts the limit
-anew; silence for the whole limit, or death, is an error that says who, what for, how long, and why.
+It checks the awaited condition, death and progress of the awaited ranks, abort notices, this rank's own failure, and
+the time. A slow rank is not an error: progress of the awaited rank, or of the rank for which *that* one waits, restarts
+the limit. Death, or no progress for the whole limit, is an error with the rank, the purpose, the time and the cause.
 
 On-demand communication runs inside a shard group. With replicas (hybrid sharding) a rank belongs to two groups: its
-shard group, and the ranks with the same place in the other shard groups. Each group has a transport; what is told in
-one group is passed on to the other (:mod:`odc.rank.watchdog`), and so reaches every rank of the mesh in two steps.
-Units on other meshes add their groups.
-:class:`Job` is what one rank hears of all of them, by their numbers in the job.
+shard group, and the ranks with the same place in the other shard groups. Each group has a transport. News in one group
+is passed on to the other (:mod:`odc.rank.watchdog`), so it reaches every rank of the mesh in two steps. Units on other
+meshes add further groups. :class:`Job` holds what one rank knows of all ranks, by their numbers in the job.
 """
 
 from __future__ import annotations

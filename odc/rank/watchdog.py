@@ -1,13 +1,12 @@
-"""Threads that look after a rank while its training loop is where nothing of ours can notice anything.
+"""Threads that detect failures while the training loop runs code in which ODC cannot check for them.
 
-A stream waits only for work that another rank has submitted. If that rank dies, or its device fails, the work is
+A stream waits only for work that another rank has submitted. If that rank dies or its device fails, the work is
 dropped, and the word that the stream waits for is never written: ``torch.cuda.synchronize()`` or ``loss.item()`` in the
-script would hang. :class:`StreamWatchdog` sleeps on the peers' process descriptors; when one has left work undone, or
-has told of an error, it records the failure, so that the next operation raises, and lets the streams go on.
+script would hang. :class:`StreamWatchdog` sleeps on the peers' process descriptors. If a peer left work unfinished or
+reported an error, the watchdog records the failure, so that the next operation raises, and releases the streams.
 
-:class:`JobWatchdog` passes on what it hears of a failure to the other group that this rank belongs to, and ends the
-collectives of torch in which the training loop may be waiting for a rank that will not come: those of gradient
-clipping, of replicas, and the script's own.
+:class:`JobWatchdog` passes news of a failure on to this rank's other group. It also ends torch's collectives in which
+the training loop may wait for a rank that will not come: those of gradient clipping, of replicas, and of the script.
 """
 
 from __future__ import annotations

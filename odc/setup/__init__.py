@@ -1,1 +1,1 @@
-"""How ranks meet: agreement through the process group's store, hosts."""
+"""Set-up: agreement of ranks through the process group's store, and their hosts."""

@@ -1,13 +1,13 @@
 """Set-up exchanges between ranks: JSON through the store of the process group, never pickle.
 
-Used while a runtime is created and by nothing after that. Every exchange is collective.
+Used only while a runtime is created. Every exchange is collective.
 
-[Note: One collective] Ranks enter a set-up by a barrier of their process group: it breaks where one of them has ended
-that never came, of which a store knows nothing. What follows goes through the store, which holds up nobody's end and
-says who is missing.
+[Note: One collective] A set-up begins with a barrier of the process group. The barrier fails if a rank has ended
+without coming, which a store cannot detect. The rest goes through the store, which does not keep a process from ending
+and shows which rank is missing.
 
-[Note: Stores] Asking a store has no time limit: whoever asks one whose process is stopped waits for ever. So a thread
-asks, and the training loop looks after it.
+[Note: Stores] A request to a store has no time limit: if the store's process is stopped, it waits forever. So a thread
+makes the request, and the training loop watches that thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is on which host."""
+"""Which ranks are on which host."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Wires between ranks: one small ABC, a registry, one file per transport."""
+"""Transports connect ranks: a small abstract class, a registry, one file per transport."""

@@ -3,10 +3,10 @@
 Every rank has one block of equal size, mapped by all ranks of its host. Layout: status words | words to sleep on |
 abort text | refusal | locks | their holders | signals.
 
-[Note: Order between processes] A signal is a 64-bit word with one writer, read where it lies; who reads the n-th value
-must also see all that was written before it. x86 keeps that order by itself. Elsewhere a pair of calls on a semaphore
-of this process's own (:func:`order_memory`) stands between data and word, on both sides: POSIX counts ``sem_post`` and
-``sem_trywait`` among the functions that synchronize memory.
+[Note: Order between processes] A signal is a 64-bit word with one writer, read in place. A reader of the n-th value
+must also see all earlier writes. x86 keeps this order. On other processors both sides call two functions of a private
+semaphore between data and word (:func:`order_memory`): POSIX lists ``sem_post`` and ``sem_trywait`` among the functions
+that synchronize memory.
 """
 
 from __future__ import annotations

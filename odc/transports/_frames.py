@@ -1,7 +1,7 @@
-"""What travels between two ranks of different hosts, and how it is sent and taken in by sockets that do not block.
+"""Frames between ranks of different hosts, and sending and receiving them with non-blocking sockets.
 
-A frame is a fixed header, and for some kinds a payload of stated length. Nothing is parsed but numbers, and every
-number is checked where it is used. No pickle.
+A frame has a fixed header and, for some kinds, a payload of stated length. Only numbers are parsed, and every number is
+checked before use. No pickle.
 """
 
 from __future__ import annotations

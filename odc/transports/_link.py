@@ -1,23 +1,22 @@
-"""Three TCP connections to a rank of another host: for what it reads, writes and signals; for news of it; and one that
-shows whether its host is there. One thread serves all links of a rank (:class:`odc.transports._links.LinkThread`).
+"""A link: three TCP connections to a rank of another host, for data, for control messages, and for keep-alive. One
+thread serves all links of a rank (:class:`odc.transports._links.LinkThread`).
 
-*Data* (reads, writes, signals). What the other rank asks for is done here as its frames come: signals are posted, what
-it pushes and what it answers is received straight into the memory it is for, in however many pieces that lies, what it
-reads is queued. The threads of this rank send their own frames themselves, while that one goes on receiving: so two
-ranks that push to each other, or read from each other, at the same time never both wait for the other to receive.
+*Data* (reads, writes, signals). The link thread handles the other rank's frames as they arrive: it posts signals,
+receives pushes and answers directly into their target memory (also in several pieces), and queues answers to reads.
+Other threads of this rank send their own frames while the link thread continues to receive. So two ranks that push to
+or read from each other at the same time cannot both wait for the other to receive.
 
-*Control* (status, errors, that a rank closes). A few bytes a second, which never fill the other side's buffer. They
-overtake data, and get through when a transfer was given up in the middle. So a rank that has said that it closes has
-left only when the last of its data is here too: what it did before may still be on its way. It goes on answering
-whoever still reads from it.
+*Control* (status, errors, closing). A few bytes per second, which never fill the receiver's buffer. They overtake data,
+and arrive even if a transfer was given up in the middle. So a rank that announced its closing has left only when the
+last of its data has arrived, too. A closing rank continues to answer ranks that read from it.
 
-*Keep-alive*. Whether the other host is there at all. Slow is not dead: a rank that computes, is stopped, or holds its
-interpreter's lock is kept alive by its kernel.
+*Keep-alive*. Shows whether the other host is reachable. The kernel answers, so a rank that computes, is stopped or
+holds its interpreter's lock stays alive.
 
-[Note: Nothing is sent on the keep-alive connection] While something is under way on a connection, the kernel sends it
-again after 0.2, 0.4, 0.8, ... seconds. After four seconds without a network the next attempt may come seconds after the
-network has come back, so no limit of a few seconds tells a short cut from a lasting one. Where nothing is under way the
-kernels ask for one another every second instead, however long there was no answer, and what is asked needs no process.
+[Note: Nothing is sent on the keep-alive connection] The kernel resends unacknowledged data after 0.2, 0.4, 0.8, ...
+seconds. After four seconds without a network, the next attempt may come seconds after the network is back, so a limit
+of a few seconds cannot tell a short interruption from a lasting one. On a connection without data in flight the kernels
+probe each other every second instead, and need no process for this.
 """
 
 from __future__ import annotations

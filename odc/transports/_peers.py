@@ -1,6 +1,6 @@
-"""The ranks of a group, as one of them knows them: news of each, and to each (of those on other hosts in
-:mod:`._link`), what this rank shows of itself, who still reads from it when it has closed, and whose end it was that
-broke an exchange.
+"""The ranks of a group as one rank sees them: their status and errors (of ranks on other hosts by :mod:`._link`), the
+status that this rank publishes, the ranks that still read from it after it has closed, and the rank whose end broke an
+exchange.
 """
 
 from __future__ import annotations

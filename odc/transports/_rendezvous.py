@@ -1,18 +1,19 @@
-"""How ranks meet in set-up: each calls those below it and lets in those above it, one connection for each purpose.
-Within a host these are Unix sockets, on which file descriptors are passed; between hosts TCP, for the links.
+"""Connections of ranks in set-up: each rank connects to all lower ranks and accepts all higher ones, with one
+connection per purpose. Within a host these are Unix sockets, over which file descriptors are passed; between hosts TCP,
+for the links.
 
-Whoever comes says who it is and whom it calls, and proves that it holds the key of this job, which travelled over the
-process group; so does the answer. Frames have a fixed size, so there is nothing to parse and no length to lie about.
-Unix sockets have abstract addresses (no file), and are for processes of one user (SO_PEERCRED).
+The connecting rank sends its own rank and the rank it wants, and proves that it has the job's key, which was exchanged
+over the process group. The answer does the same. Frames have a fixed size, so there is no length to parse. Unix sockets
+have abstract addresses (no file) and accept only processes of the same user (SO_PEERCRED).
 
-An :class:`Acceptor` is open while set-up lasts: ranks come in side by side, and no stranger holds anybody up. Anybody
-can connect: a port scanner, a rank of another job, somebody who says nothing or one byte a second. Whoever does not
-prove within the first bytes that it belongs here costs one descriptor, for as long as there is room.
+An :class:`Acceptor` is open during set-up and handles connections in parallel, so that strangers do not delay ranks. A
+stranger may be a port scanner, a rank of another job, or a client that sends nothing or one byte per second. A
+connection whose first bytes do not prove the key only occupies one descriptor, as long as there is room.
 
-[Note: Not by /proc] A rank could open another one's memory as /proc/PID/fd/N, and no socket would be needed. But the
-kernel allows that as it does reading a process for debugging (PTRACE_MODE_READ): not where each rank is in a user
-namespace of its own, as in a rootless container per rank (`srun apptainer exec ...`), nor if one is not dumpable.
-Sockets work there, and tell the process at the other end.
+[Note: Not by /proc] A rank could open another rank's memory as /proc/PID/fd/N, without a socket. But the kernel applies
+the rules of debugging (PTRACE_MODE_READ): this fails if each rank has its own user namespace, as in a rootless
+container per rank (`srun apptainer exec ...`), or if a process is not dumpable. Sockets work there, and identify the
+process at the other end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a transport provides: symmetric memory, signals that all ranks of a group see, and the order of streams behind
-them. News of the other ranks (alive, closed, dead, silent) come with it: :mod:`odc.transports._peers`.
+"""The interface of transports: symmetric memory, signals that all ranks of a group see, and the order of streams after
+them. The status of the other ranks (alive, closed, dead, silent) is in :mod:`odc.transports._peers`.
 
-The two primitives and the minibatch protocol are built on these and know nothing of the wire.
-``tests/transports/test_transport_conformance.py`` is the contract in executable form: every transport must pass it.
+The two primitives and the minibatch protocol use only this interface.
+``tests/transports/test_transport_conformance.py`` is the contract in executable form; every transport must pass it.
 """
 
 from __future__ import annotations

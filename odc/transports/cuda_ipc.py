@@ -1,10 +1,10 @@
 """The ``cuda_ipc`` transport: GPUs of one host, each rank reading and writing the others' memory by CUDA IPC.
 
-Signals, locks and liveness are those of the host (:mod:`odc.transports.base`), and no multiprocessor polls. What a
-stream has done is shown beside each signal by a *word* in host memory that all ranks have mapped and registered with
-their device. Posting lets the poster's stream set its word; :meth:`CudaIpcTransport.order_after` lets the reader's
-stream wait for that, and :meth:`CudaIpcTransport.has_arrived` looks whether it has been set. The reader's host has seen
-the signal before its stream waits, so that waits for work that has been submitted, and for nobody's host.
+Signals, locks and liveness are those of the host (:mod:`odc.transports.base`); no multiprocessor polls. For each signal
+there is also a *word* in host memory, mapped by all ranks and registered with their devices, that shows the progress of
+the stream. When a signal is posted, the poster's stream sets the word. :meth:`CudaIpcTransport.order_after` makes the
+reader's stream wait for it, and :meth:`CudaIpcTransport.has_arrived` checks it. The reader's host sees the signal
+before its stream waits, so a stream waits only for submitted work and never for a host.
 """
 
 from __future__ import annotations

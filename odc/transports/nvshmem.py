@@ -1,12 +1,13 @@
 """The ``nvshmem`` transport: GPUs of several hosts, over NVSHMEM's symmetric heap.
 
-Between ranks of one host it is ``cuda_ipc`` with the heap for memory: NVSHMEM maps it, copies are plain copies. Between
-hosts the network card reads and writes the heap: a gather gets each remote shard, in limited pieces (paper, appendix
-B), a push puts a slice into the owner's slot. Signals travel twice: from host to host over a link, which wakes who
-waits; and from stream to stream as a word in the heap, behind the data. But those that a host looks for, pushes that
-arrive and their acknowledgements, travel over the link alone, when the poster's thread has seen them arrive.
+Within a host it works like ``cuda_ipc`` with NVSHMEM's heap as memory: NVSHMEM maps the heap, and copies are plain
+copies. Between hosts the network card reads and writes the heap: a gather gets each remote shard in pieces of limited
+size (paper, appendix B), and a push puts a slice into the owner's slot. Signals are sent twice: from host to host over
+a link, which wakes the waiting rank, and from stream to stream as a word in the heap, after the data. Signals that only
+a host checks (arrived pushes and acknowledgements) are sent over the link alone, after the poster's thread has seen the
+arrival.
 
-What does not lie in the heap cannot be sent: it goes by way of staging memory.
+Data outside of the heap cannot be sent directly; it is copied through staging memory.
 """
 
 from __future__ import annotations

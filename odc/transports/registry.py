@@ -1,4 +1,4 @@
-"""Transports by name: loud when the user named one, quiet when it was "auto"."""
+"""Transports by name. A named transport that cannot work is an error; "auto" tries the next one."""
 
 from __future__ import annotations
 

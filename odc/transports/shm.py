@@ -1,6 +1,6 @@
 """The ``shm`` transport: CPU ranks of one host, in mapped shared memory.
 
-The embedded default: needs nothing but Linux, lets CI prove the protocol, and is what a laptop runs.
+The default for CPU tensors. Needs only Linux, so CI and laptops use it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ``tcp`` transport: CPU ranks of several hosts.
 
-Within a host it is ``shm``. Between hosts one thread of the owner serves all reads and takes in all pushes, over framed
-sockets with a key of the job; its daemon adds what was pushed.
+Within a host it works like ``shm``. Between hosts one thread of the owner serves all reads and receives all pushes,
+over sockets that are authenticated by the job's key. The owner's daemon adds the pushes.
 """
 
 from __future__ import annotations
