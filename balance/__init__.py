@@ -1,9 +1,8 @@
 """Balance samples of different lengths over ranks: costs, partitions, packing, policies, plans, loaders.
 
 Start at :func:`get_policy` (plan one minibatch), :class:`MinibatchLoader` (a dataset whose lengths are known),
-:class:`StreamLoader` (one whose samples show them when they are read) or :func:`balance_batch` (samples that are there
-already, rollouts for one). Needs numpy only; the names that need torch are
-imported when first used.
+:class:`StreamLoader` (a dataset whose lengths are known only once samples are read) or :func:`balance_batch` (samples
+that are on the ranks already, such as rollouts). Needs numpy only; names that need torch are imported on first use.
 """
 
 from __future__ import annotations

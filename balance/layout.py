@@ -1,4 +1,4 @@
-"""What a microbatch holds and costs: its samples one behind the other, or padded to the longest of them."""
+"""Layouts of a microbatch, packed or padded to the longest sample: tokens and cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers that depend on nothing but their name and keys."""
+"""Random numbers that depend only on their name and keys."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What all launchers share: Triton's names of dtypes, the grid, and the device a launch goes to; and what programs do
-with a block of elements.
+"""The common part of launchers: Triton's names of dtypes, the grid, the device of a launch, and operations of programs
+on a block of elements.
 """
 
 # mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"

@@ -1,11 +1,11 @@
-"""All parameters of a unit at once: gathered each to its own memory, and pushed out of each gradient. One flat buffer
-for all of them is one parameter here.
+"""Kernels for all parameters of a unit at once: gather each into its own memory, push from each gradient. A flat buffer
+counts as one parameter.
 
 Three kernels, each with its launcher and its plain-torch twin: `_gather_parts_kernel` (`gather_parts`),
 `_scatter_accumulate_parts_kernel` (`scatter_accumulate_parts`) and `_scatter_parts_kernel` (`scatter_parts`). One
-launch is for all owners and all parameters. The shard of an owner is the parameters' slices back to back, and a
-parameter's memory is dense: row r is the slice of owner r. Which parameters, where and how long, is said by a table of
-rows in host memory, which the launcher writes and the kernel reads.
+launch covers all owners and all parameters. An owner's shard holds the slices of the parameters back to back. A
+parameter's memory is dense: row r is the slice of owner r. A table in host memory, written by the launcher and read by
+the kernel, lists the parameters with address and length.
 """
 
 # mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"

@@ -1,4 +1,4 @@
-"""Where every owner's buffer lies: device addresses that a kernel can follow."""
+"""Device addresses of every owner's buffer, for use by kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compile and load beforehand what steps launch: a compilation in the middle of a step holds up all ranks.
+"""Compile and load the kernels of a step in advance, since a compilation within a step delays all ranks.
 
 Loading counts too: the driver may wait for running kernels when it loads a module, and one of them may be waiting for
 this rank.

@@ -1,8 +1,8 @@
 """Sums of slots: `_accumulate_slots_kernel`, its launcher `accumulate_slots`, its plain-torch twin.
 
-A slot is where one client's push arrives, and all slots of an owner lie in one allocation, equally far apart. What a
-launch adds is said by a table of rows in memory, which the host writes and the kernel reads: one launch adds all slots
-that have arrived, for all sums, whichever they are.
+A slot receives one client's push. All slots of an owner are in one allocation, equally spaced. A table in memory,
+written by the host and read by the kernel, lists the slots to add: one launch adds all slots that have arrived, to all
+sums.
 """
 
 # mypy: disable-error-code="import-untyped,import-not-found,untyped-decorator"

@@ -1,7 +1,7 @@
-"""What takes the place of a user's batches: the same samples per optimizer step, shared out anew, in bundles.
+"""Bundles, which replace the user's batches: the same samples per optimizer step, redistributed over the ranks.
 
-Training libraries count batches: so many make one optimizer step. So every rank gets as many bundles per step as it
-would have got batches, whatever the number of its microbatches.
+Training libraries count batches to find the end of an optimizer step. So every rank gets one bundle for each batch that
+it would have got, for any number of microbatches.
 """
 
 from __future__ import annotations

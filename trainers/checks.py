@@ -1,4 +1,4 @@
-"""What cannot be balanced inside a transformers ``Trainer``, refused by name before training."""
+"""Checks before training: options of a transformers ``Trainer`` that cannot be balanced are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TRL's trainers of rollouts and of pairs train on, as samples that can change ranks, and back as their batches.
+"""Converts batches of TRL's trainers of rollouts and pairs into samples that can change ranks, and back.
 
 A sample holds what its row of a batch has, without padding; for pairs, both rows.
 """

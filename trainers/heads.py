@@ -1,8 +1,8 @@
-"""The last layer of a language model, where nobody calls it: TRL's fused head takes its weight only.
+"""The output layer of a language model if it is not called: TRL's fused head uses only its weight.
 
-Where that layer is an FSDP2 unit of its own, as accelerate makes it of a model with adapters, its weight is not
-gathered then, so TRL gathers it, by a collective in every microbatch: ranks with different numbers of them would wait
-for one another for ever.
+If that layer is a separate FSDP2 unit, as accelerate makes it in a model with adapters, FSDP does not gather the
+weight. TRL gathers it by a collective in every microbatch, so ranks with different numbers of microbatches would wait
+forever.
 """
 
 from __future__ import annotations

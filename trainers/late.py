@@ -1,9 +1,9 @@
-"""Samples of a trainer's step that are bound late: a rank that is through before others takes some of theirs.
+"""Late binding in a trainer's step: a rank that finishes early takes samples from slower ranks.
 
-The trainer takes all bundles of a step before it runs one, and counts the labels in them. So a rank's bundles have its
-share of the plan, collated by the loader's workers; all of it is in the last one. When that is run, its microbatches
-are chosen one by one (:mod:`odc.balance.late_binding`). What is taken is read and collated here. The number of
-labels, by which the trainer divides losses, is that of all ranks, whoever runs what.
+The trainer takes all bundles of a step before it runs one, and counts their labels. So the last bundle of a rank holds
+its whole share of the plan, collated by the loader's workers. When this bundle runs, its microbatches are chosen one by
+one (:mod:`odc.balance.late_binding`). Samples taken from other ranks are read and collated in this process. The trainer
+divides losses by the number of labels on all ranks, so it does not matter which rank runs a sample.
 """
 
 from __future__ import annotations

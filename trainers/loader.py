@@ -1,4 +1,4 @@
-"""A loader that accelerate has prepared, made over to yield bundles of balanced microbatches."""
+"""Makes a loader that accelerate has prepared yield bundles of balanced microbatches."""
 
 from __future__ import annotations
 

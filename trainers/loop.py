@@ -1,9 +1,9 @@
-"""Balanced minibatches in a training loop of one's own on accelerate.
+"""Balanced minibatches in a custom training loop on accelerate.
 
-A loop that goes through its loader batch by batch cannot be balanced from outside: its objective is a mean of batch
-means, which depends on how samples share batches, and it decides by counting batches when to step. It can with one
-line, if it takes the batches of one optimizer step together and divides the sum of their losses by the step's tokens,
-as accelerate recommends for language models.
+A loop over single batches cannot be balanced from outside: its objective is a mean of batch means, which depends on how
+samples share batches, and it counts batches to decide when to step. A loop that takes all batches of an optimizer step
+together and divides the sum of their losses by the step's tokens, as accelerate recommends for language models, needs
+only one line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How minibatches are to be balanced, and what that needs to know of the model."""
+"""Options of balancing, and the facts about the model that balancing needs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Methods of one object replaced for a while; TRL's training metrics without a gather in every microbatch, by that.
+"""Temporarily replaces methods of an object. With this, TRL's training metrics work without a gather in every
+microbatch.
 
-``SFTTrainer.compute_loss`` gathers four numbers over the ranks in each microbatch, for the log only. Ranks that run
-different numbers of microbatches would wait for ever, and with equal numbers they would still wait for one another
-every time.
+``SFTTrainer.compute_loss`` gathers four numbers over the ranks in each microbatch, only for the log. Ranks with
+different numbers of microbatches would wait forever, and with equal numbers they would synchronize every time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A model that is called with padded rows and computes on one packed row, for trainers that call it by themselves.
+"""A wrapper for trainers that call the model themselves: it takes padded rows and computes on one packed row.
 
-What TRL's trainers of rollouts and pairs do with a model's output, they do per row of a padded batch. They get that:
-only inside, the tokens of all rows stand one behind the other, without padding.
+TRL's trainers of rollouts and pairs use the model's output by rows of a padded batch. The wrapper returns such rows;
+inside it, the tokens of all rows are packed without padding.
 """
 
 from __future__ import annotations

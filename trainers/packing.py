@@ -1,7 +1,7 @@
-"""Several samples in one row, made of what the user's own collator makes of each of them alone.
+"""Packs several samples into one row, from the user's collator's output for each single sample.
 
-What counts is what comes out of the collator: its mask, its positions, its number of tokens. Lengths known before only
-make the plan.
+The collator's output decides: its mask, positions and number of tokens. Lengths that are known before are used only for
+the plan.
 """
 
 from __future__ import annotations

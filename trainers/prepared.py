@@ -1,5 +1,4 @@
-"""What a loader that accelerate has prepared says of its samples: how many make a batch, in which order they come, and
-which are this rank's."""
+"""Reads from a loader that accelerate has prepared: samples per batch, their order, and this rank's part."""
 
 from __future__ import annotations
 

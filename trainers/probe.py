@@ -1,11 +1,12 @@
-"""Whether packing changes the loss of a trainer's model: asked of the model itself, as the trainer runs it.
+"""Measures whether packing changes the loss of a trainer's model, by running the model as the trainer does.
 
-Two tiny samples go through the model that will be trained, packed as training packs them and each alone as the user's
-collator would have given it: :mod:`odc.balance.data.probe`, and the loss besides. (Rotary scaling by the longest sample
-of a row and attention in chunks are refused by configuration, :func:`odc.trainers.checks.check_rows`.)
+Two tiny samples go through the model, packed as in training and each alone as the user's collator returns it. Logits
+are compared as in :mod:`odc.balance.data.probe`, and also losses. (Rotary scaling by the longest sample of a row and
+attention in chunks are refused by configuration, :func:`odc.trainers.checks.check_rows`.)
 
-A trainer may override ``compute_loss``. What it does there is asked in the same way: whether the loss is a sum over
-tokens divided by ``num_items_in_batch``, with what it adds while ``model.training``, and whether it communicates.
+A trainer may override ``compute_loss``. In the same way the probe measures whether the loss is a sum over tokens
+divided by ``num_items_in_batch`` (including terms that exist only with ``model.training``), and whether
+``compute_loss`` communicates.
 """
 
 from __future__ import annotations

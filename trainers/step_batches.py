@@ -1,10 +1,10 @@
-"""Balanced minibatches inside TRL's trainers of rollouts and pairs, whose batches are balanced once they are there.
+"""Balanced minibatches inside TRL's trainers of rollouts and pairs: batches are balanced after they were made.
 
-Such a trainer makes its inputs by itself (it generates, scores, looks up a reference), and its loss looks into them. So
-its loader and its inputs stay as they are. Before an optimizer step trains on its first batch, all of its batches are
-made; their samples change ranks and are packed; and in place of each batch comes a bundle of microbatches.
+Such a trainer makes its inputs itself (it generates, scores, runs a reference model), and its loss reads them. So its
+loader and inputs do not change. Before the first batch of an optimizer step, all batches of the step are made; samples
+change ranks and are packed; and a bundle of microbatches replaces each batch.
 
-The loss of a microbatch is the trainer's own, times what its samples are of the step.
+The loss of a microbatch is the trainer's loss, times the fraction of the step's samples in it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Balanced minibatches of samples with lengths known only once they are read: a stream in place of a prepared loader.
+"""Balanced minibatches of samples whose lengths are known only once they are read: a stream replaces a prepared loader.
 
-What is measured is what the user's collator makes of each sample by itself, in a worker if there are any. Ranks fill
-equal quotas of cost (:class:`~odc.balance.StreamLoader`, ``align="minibatch"``), so which samples are in a step is not
-what it would have been, but how many are, on average, and how many steps an epoch has. Where a stream is stands in the
-checkpoints of a trainer: a file of each rank, beside its random state.
+The length of a sample is that of the user's collator's output for it, computed in a worker if there are any. Ranks fill
+equal quotas of cost (:class:`~odc.balance.StreamLoader`, ``align="minibatch"``). So a step has other samples than
+without balancing, but the same number on average, and an epoch has the same number of steps. A trainer's checkpoints
+hold the position of the stream: a file of each rank, in the folder of its random state.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Balanced minibatches inside a transformers ``Trainer`` or one of its subclasses, TRL's ``SFTTrainer`` for one.
+"""Balanced minibatches inside a transformers ``Trainer`` or a subclass such as TRL's ``SFTTrainer``.
 
-The trainer's loop is left alone. It takes batches from its loader, so many per optimizer step, and gets as many bundles
-instead (:mod:`odc.trainers.batches`); the four methods that look into a batch learn what a bundle is. They are replaced
-on the trainer, not on its class, and for the time of ``train()`` only.
+The trainer's loop does not change. From its loader it gets bundles instead of batches, the same number per optimizer
+step (:mod:`odc.trainers.batches`). The four methods that read a batch are replaced by versions for bundles, on the
+trainer and not on its class, and only during ``train()``.
 
-The loss of a step needs no correction: the trainer divides the sum over tokens by the number of tokens of all batches
-of the step on all ranks, whatever microbatch they are in.
+The loss of a step needs no correction: the trainer divides the sum over tokens by the number of tokens of the step on
+all ranks, which does not depend on microbatches.
 """
 
 from __future__ import annotations

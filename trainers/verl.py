@@ -1,8 +1,8 @@
 """On-demand communication and balanced minibatches inside verl's FSDP engine: its SFT trainer, actor and critic.
 
-The engine's loop is left alone. It prepares the microbatches of a minibatch by one function, and gets others from it:
-those of a plan for all ranks, whose samples have changed ranks before. What surrounds the loop stays verl's, too: the
-number of loss tokens of the minibatch on all ranks, by which its losses divide, the clipping, the step.
+The engine's loop does not change. It prepares the microbatches of a minibatch with one function. This function is
+replaced and returns the microbatches of a plan for all ranks, after samples have changed ranks. The rest stays verl's
+own: the number of loss tokens of the minibatch on all ranks, by which losses are divided, the clipping, the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What microbatches cost devices that compute them together: context parallelism."""
+"""Costs of microbatches that several devices compute together: context parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a family of models does that its configuration does not say: biases, norms, which layers have a window.
+"""Facts about families of models that their configurations do not contain: biases, norms, which layers have a window.
 
 Source: the modeling and configuration files of transformers 5. A family that is not listed is read like Llama:
 its matrices are right if its field names are, its norms and biases may not be. Those without a gated MLP are

@@ -1,4 +1,4 @@
-"""The shape of a decoder-only transformer: what its costs, its parameters and its memory follow from."""
+"""The shape of a decoder-only transformer, from which its costs, parameters and memory follow."""
 
 from __future__ import annotations
 

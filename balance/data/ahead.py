@@ -1,7 +1,7 @@
-"""What is asked for next is made in a thread, beside what is done with the one before.
+"""Make the next result in a thread while the previous one is used.
 
-A thread makes one thing and ends: there is nothing to shut down, and at a fork the child has either the thing or makes
-it itself.
+A thread makes one result and ends, so there is nothing to shut down. After a fork the child either has the result or
+makes it itself.
 """
 
 from __future__ import annotations

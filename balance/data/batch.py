@@ -1,7 +1,7 @@
-"""Samples that are there already, on the rank that made them (rollouts, pairs of answers), shared out anew.
+"""Redistribute samples that ranks have made themselves (rollouts, pairs of answers).
 
-A loader reads what its plan says. Here nothing is read: lengths are told, a plan is made of them, and whole samples
-change ranks, as few as the plan allows. (Needs torch.)
+Unlike a loader, this module reads nothing: ranks exchange lengths, make a plan, and send whole samples to other ranks,
+as few as the plan allows. (Needs torch.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One small vector of every rank to every other, over connections of its own; and who is to blame if one is missing."""
+"""Exchange a small vector between all ranks over separate connections, and find the responsible rank if one is
+missing."""
 
 from __future__ import annotations
 

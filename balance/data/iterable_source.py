@@ -1,4 +1,5 @@
-"""The samples of an iterable dataset: there is no way back to one but to begin anew, or to be told where it was."""
+"""The samples of an iterable dataset. To resume, the dataset is iterated again from the beginning, or restores its own
+state."""
 
 from __future__ import annotations
 

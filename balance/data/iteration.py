@@ -1,6 +1,6 @@
-"""What the loaders share: one iteration at a time, states that fit or are refused by name, ranks that go in step.
+"""The common part of loaders: one iteration at a time, checks of states, and numbers of microbatches under collectives.
 
-Where they do, different numbers of microbatches are refused, or filled up.
+If ranks synchronize at every microbatch, different numbers are refused or filled up with empty microbatches.
 """
 
 from __future__ import annotations

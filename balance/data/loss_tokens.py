@@ -1,4 +1,4 @@
-"""How many tokens there are, and how many have a loss: as given for each sample, and as found in a batch."""
+"""Numbers of tokens and loss tokens: compares the given numbers of each sample with a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the losses of reinforcement learning and of preferences divide by, as one factor for each sample."""
+"""Normalization of losses of reinforcement learning and preference training, as one factor per sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order the samples of a dataset with indices come, and whether it is the same as it was. (Needs torch.)"""
+"""The order of samples of a dataset with indices, and a check that it is the same after resuming. (Needs torch.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of the data is this process's: told by two numbers, or by the data-parallel dimensions of a mesh."""
+"""This process's part of the data, given by rank and world size or by the data-parallel dimensions of a mesh."""
 
 from __future__ import annotations
 

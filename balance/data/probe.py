@@ -1,10 +1,10 @@
-"""Whether a model tells packed samples apart: asked of the model itself. (Needs torch.)
+"""Measures whether packed samples attend to each other in a model, by running the model. (Needs torch.)
 
-That ``position_ids`` is an argument says little: models use it for rotary embeddings and still attend to the sample
-before, carry a convolution or a recurrent state over, or ignore it. So two tiny samples go through the model that will
-be trained, packed as training packs them and each alone.
+An argument ``position_ids`` proves little: a model may use it for rotary embeddings and still attend to the previous
+sample, carry over a convolution or a recurrent state, or ignore it. So two tiny samples go through the model, packed as
+in training and each alone.
 
-What it does not see: what begins beyond nine tokens, or only in training mode.
+Not detected: effects that begin beyond nine tokens, or only in training mode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads what it is told to, in this process or in workers that are ahead of it. (Needs torch.)"""
+"""Reads requested samples, in this process or ahead of time in workers. (Needs torch.)"""
 
 from __future__ import annotations
 

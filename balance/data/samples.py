@@ -1,7 +1,7 @@
-"""Samples as workers hand them over: read, measured, and many of them in one piece. (Needs torch.)
+"""Transfer of samples and their lengths from workers, many samples in one piece. (Needs torch.)
 
-A sample by itself would cost more to hand over than to read: a tensor of a worker takes a file descriptor and a mapping
-of its own. So a worker writes the samples of a request into one buffer.
+A single sample would cost more to transfer than to read: each tensor of a worker takes a file descriptor and a mapping.
+So a worker writes all samples of a request into one buffer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the samples of a stream come from: which ones a rank gets next, and how they are read ahead of their use.
+"""Sources of a stream's samples: which samples a rank gets next, and reading ahead.
 
 What all sources have in common, and the one of a dataset with indices. The other one is
 :mod:`odc.balance.data.iterable_source`.

@@ -1,4 +1,4 @@
-"""The steps of one rank: its pool, filled from a source, and the rounds in which it agrees with the other ranks."""
+"""The steps of one rank of a stream: its pool, filled from a source, and rounds of agreement with the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store of ``torch.distributed`` that can be lost without holding up who asks it. (Needs torch.)"""
+"""A wrapper of ``torch.distributed``'s store whose requests do not hang if the store is lost. (Needs torch.)"""
 
 from __future__ import annotations
 

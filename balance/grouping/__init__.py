@@ -1,6 +1,6 @@
-"""Groups of samples whose lengths are known for a while only: what a rank's pool of a stream is cut into.
+"""Groupings of a stream: ways to cut a rank's pool of samples into groups.
 
-Lists in, lists out: nothing here reads data, communicates or keeps anything.
+Functions from lists to lists. They do not read data, communicate or keep state.
 """
 
 from odc.balance.grouping.best_fit import best_fit_batches

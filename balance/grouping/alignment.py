@@ -1,4 +1,4 @@
-"""The ways in which ranks can be aligned, by name: which rounds that makes, and what goes together."""
+"""Alignments of ranks by name: their rounds, and which options go together."""
 
 from __future__ import annotations
 

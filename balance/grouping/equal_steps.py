@@ -1,9 +1,9 @@
-"""Padded microbatches of equal cost on every rank, step by step, where every rank knows the lengths in all pools.
+"""Padded microbatches with equal cost on every rank in each step. Every rank knows the lengths in all pools.
 
-What online dynamic batching aligns is the number of groups, and their tokens are about equal. Their costs are not: as
-many tokens cost more in a few long samples than in many short ones, and ranks wait for the difference in every step.
-Here the groups of one step are chosen for their cost. One rank's oldest sample, grouped with its neighbours in length,
-says what the step costs. Every other rank looks through its whole pool for the neighbours that come closest to that.
+Online dynamic batching aligns the number of groups, whose tokens are about equal. Their costs differ: the same number
+of tokens costs more in a few long samples than in many short ones, and ranks wait for the difference in every step.
+This module chooses the groups of a step by cost. One rank's oldest sample, grouped with its neighbours in length, sets
+the cost of the step. Every other rank searches its whole pool for neighbours in length with the closest cost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The groupings by name: how a rank cuts its pool into microbatches, whatever the other ranks have."""
+"""Groupings by name: ways in which a rank cuts its pool into microbatches, independent of other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples of one length at one time on all ranks, without a word between them (LengthPoolSort)."""
+"""Samples of similar length at the same time on all ranks, without communication (LengthPoolSort)."""
 
 from __future__ import annotations
 

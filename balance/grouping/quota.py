@@ -1,7 +1,7 @@
-"""What a rank takes from its pool for one minibatch, so that it takes as long as every other rank.
+"""Quotas: a rank fills a minibatch from its pool up to a cost that is the same on all ranks.
 
-Where ranks need not run in step, nothing has to be aligned but the end of a minibatch: it is enough that all spend the
-same cost until then. So they agree on a number, and no sample moves.
+If ranks need not synchronize at microbatches, only the end of a minibatch must be aligned, so equal total costs are
+enough. Ranks agree on one number, and no sample moves.
 """
 
 from __future__ import annotations

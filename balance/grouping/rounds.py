@@ -1,7 +1,7 @@
-"""Rounds: what a rank says of its pool, and which samples it trains on next, given what all ranks have said.
+"""Rounds: a rank describes its pool by a vector and, given the vectors of all ranks, chooses its next samples.
 
-Pure: samples come in by :meth:`Rounds.add`, one vector per rank and round is exchanged by whoever runs the rounds, and
-steps come out. Each rank works out from the vectors of all the same numbers of samples, loss tokens and steps.
+No communication: :meth:`Rounds.add` adds samples, the caller exchanges one vector per rank and round, and the result
+are steps. From the vectors each rank computes the same numbers of samples, loss tokens and steps.
 """
 
 from __future__ import annotations

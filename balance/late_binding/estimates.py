@@ -1,9 +1,9 @@
-"""What plans should count with, measured while ranks train: how fast each is, and what a microbatch takes beside its
-samples. So a slow device gets less, and nobody cuts small what costs more in pieces. (Needs torch.)
+"""Estimates for plans, measured during training: the speed of each rank, and the fixed cost of a microbatch. So a slow
+device gets fewer samples, and microbatches with a high fixed cost are not split. (Needs torch.)
 
-All ranks have to plan with the same numbers, though each is at another point of its own. So these stand in one word of
-the store, with how far any rank has planned. One of them works out, from what all have left in the store, what holds
-behind that.
+All ranks must plan with the same numbers, although they are at different minibatches. So the numbers are one key in the
+store, together with the last minibatch that any rank has planned. One rank computes new numbers from the measurements
+of all ranks in the store; they are valid after that minibatch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks tell of their shares, and what should go from one to another."""
+"""Messages of ranks about their shares, and the choice of samples that should move."""
 
 from __future__ import annotations
 

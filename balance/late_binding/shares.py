@@ -1,11 +1,11 @@
-"""The shares of ranks as words in the store that ``torch.distributed`` was set up with. (Needs torch.)
+"""The shares of ranks as keys in ``torch.distributed``'s store. (Needs torch.)
 
-[Note: Which loaders belong together] Samples may go from a rank to another only where both compute the same minibatch.
-One rank may have looked at it with a loader just like the one it trains with, or have one more, or one of other data.
-So a loader opens nothing before the microbatches that it hands out are seen to be computed: a backward has come between
-two of them. Then it takes part under a name that all ranks come to by themselves: what their loaders read, and after
-how many steps they began this pass over it. Who has another name shares nothing with the others, and they say so. Of
-the loaders of a rank that have the same name, one takes part in a step: two could not tell whose samples are whose.
+[Note: Which loaders belong together] Samples may move between ranks only if both compute the same minibatch. But a rank
+may inspect the minibatch with a second, equal loader, or have further loaders of other data. So a loader takes part
+only after a backward has come between two of its microbatches, which shows that they are computed. Its name is the same
+on all ranks without communication: what the loader reads, and after how many steps this iteration began. Loaders with
+different names share nothing, and warn. If a rank has several loaders with the same name, only one of them takes part
+in a step, since their samples could not be told apart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What moves between the phases of a minibatch, and how: by all-to-all, or read from its producer. (Needs torch.)
+"""Moves of data between the phases of a minibatch: by all-to-all, or by reads from the producer. (Needs torch.)
 
-OrchMLLM moves everything by collectives. Under ODC a rank need not come to a collective when the others do, so what one
-rank has made lies ready for the others in its published memory: the same idea as for parameters, for activations.
+OrchMLLM moves everything by collectives. Under ODC ranks do not meet in collectives; instead a rank publishes its
+results in memory that others read. This is the idea of parameters on demand, applied to activations.
 """
 
 from __future__ import annotations

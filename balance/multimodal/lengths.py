@@ -1,4 +1,4 @@
-"""What is known of a minibatch of several modalities before anything is computed: lengths."""
+"""Lengths of a minibatch with several modalities, known before anything is computed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Feed an orchestrator from a loader: measure, tell the other ranks, plan, all one minibatch ahead. (Needs torch.)
+"""Feed an orchestrator from a loader: measure lengths, exchange them and plan, one minibatch ahead. (Needs torch.)
 
 Source: OrchMLLM section 6, computation overhead overlapping: lengths are known as soon as a minibatch is drawn, so
-the plans are made beside the training on the minibatch before, and cost it nothing.
+planning overlaps with training on the previous minibatch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a loader gives for a sample, as bytes that any rank can turn back into tensors. (Needs torch.)
+"""Samples of a loader as bytes, from which any rank can restore the tensors. (Needs torch.)
 
-Also samples of any form: tensors and numbers, in dicts, lists and tuples.
+Samples may have any form: tensors and numbers in dicts, lists and tuples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The schedule of a minibatch of several modalities: who computes what, and what moves from whom to whom."""
+"""The schedule of a minibatch with several modalities: which rank computes what, and what moves between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no partition can beat."""
+"""Lower bounds of the makespan."""
 
 from __future__ import annotations
 

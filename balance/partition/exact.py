@@ -1,4 +1,5 @@
-"""The partition with the smallest makespan, proved by a search for covers, or how far the best known one may be off."""
+"""The partition with the smallest makespan, proved by a search for covers, or the best known one with a bound on its
+gap."""
 
 from __future__ import annotations
 

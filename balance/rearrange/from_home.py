@@ -1,4 +1,4 @@
-"""Plans for samples that ranks have already: those of a policy, with little to move."""
+"""Plans of a policy for samples that ranks already have, with little movement."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Even out what ranks have by moving little of it.
+"""Even out the loads of ranks by moving few items.
 
-OrchMLLM shares a batch out from nothing, and then decides which rank gets which new batch: almost every item moves. But
-ranks have drawn their samples at random, so their loads differ by some ten percent, and no more than that has to move.
+OrchMLLM divides a batch from scratch and then assigns the new batches to ranks, so almost every item moves. But ranks
+have drawn their samples at random, so their loads differ by about ten percent, and no more than this needs to move.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What crosses between hosts in a step, by the way to train, and what that takes."""
+"""Traffic between hosts in a step and its time, for each way to train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plans take on real devices: noise, slow devices, communication; per layer where it matters."""
+"""Times of plans on real devices, with noise, slow devices and communication, per layer if needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What policies would do to a whole dataset: bubble rates, samples per second, planning time."""
+"""Simulates policies on a whole dataset: bubble rates, samples per second, planning time."""
 
 from __future__ import annotations
 
