@@ -70,7 +70,7 @@ class MemoryReport:
 
 
 class Connection(NamedTuple):
-    """What a session works with."""
+    """The parts that a session uses."""
 
     meshes: Sequence[Sequence[Unit]]
     """The units that are communicated, by mesh, as :attr:`odc.minibatch.runtime.Runtime.meshes`."""

@@ -131,7 +131,7 @@ class BalanceOptions:
 
 @dataclass
 class Tally:
-    """What was planned and trained, for people."""
+    """Counts of planned and trained samples and microbatches, for the log."""
 
     minibatches: int = 0
     num_run: int = 0

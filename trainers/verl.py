@@ -285,7 +285,7 @@ def _engine_of(target: Any) -> Any:
 
 
 def check_engine(engine: Any) -> None:
-    """Refuse what would move parameters behind the shards that other ranks read, and unknown versions of verl.
+    """Refuse options that would move parameters while other ranks read them, and unknown versions of verl.
 
     Raises:
         UnsupportedError: names the option, or what the engine does not have.

@@ -26,7 +26,7 @@ _ROUNDING = 1e-9  # of the longest time: growth that a solver may find in times 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measurement beside what the fit says."""
+    """One measurement and the prediction of the fit."""
 
     index: int
     lengths: tuple[int, ...]

@@ -46,10 +46,10 @@ def pack_collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
 
 
 def concatenate(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Samples one behind the other in one row: the packing of loaders and trainers alike.
+    """Pack samples one after the other into one row, for loaders and trainers.
 
-    There is no attention mask. Samples are told apart by positions that start anew, and the first label of each
-    becomes -100, since nothing of the same sample predicts it.
+    There is no attention mask. Samples are separated by positions, which restart at 0. The first label of each becomes
+    -100, since no token of the same sample predicts it.
 
     Args:
         samples: at least one, of at least one token each; ``input_ids``, ``labels`` and any other columns,
@@ -70,7 +70,7 @@ def concatenate(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torc
 def without_padding(
     columns: Mapping[str, torch.Tensor], mask: torch.Tensor | None, positions: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """The columns of one sample, ``labels`` among them, without the padding behind its tokens; all are (n,).
+    """The columns of one sample, including ``labels``, without the padding at its end; all are (n,).
 
     Raises:
         ValueError: a packed row, which has no mask and counts positions from 0 in each sample, would have another

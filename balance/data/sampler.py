@@ -111,8 +111,7 @@ class MinibatchSampler:
         return self._job.speeds
 
     def count_with(self, speeds: FloatArray | None, microbatch_cost: float | None = None) -> None:
-        """Plan what comes next for ranks that are so fast, and microbatches that take so much beside their samples
-        (None: as before)."""
+        """Use these speeds of ranks and this fixed cost of microbatches for the next plans (None: as before)."""
         self._job = replace(
             self._job,
             speeds=None if speeds is None else as_speeds(speeds, self.world_size),

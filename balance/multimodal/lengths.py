@@ -252,7 +252,7 @@ class RankLengths:
 
     @classmethod
     def of_vector(cls, vector: FloatArray, modalities: Sequence[str]) -> RankLengths:
-        """What :meth:`as_vector` has made; numbers behind it are ignored."""
+        """Restores the result of :meth:`as_vector`; further numbers are ignored."""
         values = vector.astype(np.int64)
         (sizes,), at = _read(values, 0, 1)
         (language, num_bytes), at = _read(values, at, 2)

@@ -59,7 +59,7 @@ class LBMiniEqual(LBMini):
 
 
 def packed_on_demand(job: Job, ranks: Parts) -> PackedOnDemand:
-    """The samples of each rank, who packs for itself."""
+    """The samples of each rank, which packs them itself."""
     return PackedOnDemand(ranks, partial(_packed, job))
 
 

@@ -99,7 +99,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Elapsed:
-    """What a minibatch took."""
+    """The time of a minibatch."""
 
     makespan: float
     """Until the last rank was done."""

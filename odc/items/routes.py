@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
     @property
     def end_bytes(self) -> int:
-        """Where the next one begins that lies behind it."""
+        """The offset at which the next item begins."""
         return self.offset_bytes + aligned(self.num_bytes)
 
 

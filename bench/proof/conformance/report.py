@@ -16,7 +16,7 @@ QUANTITIES = ("losses", "gradients", "parameters")
 _INTRODUCTION = f"""\
 A cell is one FSDP configuration. It trains a small transformer for {STEPS} steps of AdamW, once over FSDP's gloo
 collectives and once after `session = odc.patch_fsdp(model)`. Each rank has its own data. All ranks have the same number
-of microbatches, which plain FSDP needs. A cell has *passed* if ODC was used in all {STEPS} minibatches on each rank, and
+of microbatches, which plain FSDP needs. A cell *passed* if ODC was used in all {STEPS} minibatches on each rank, and
 
 - the mean loss of every step,
 - every gradient at the first `optimizer.step` and the norm at every clipping,
