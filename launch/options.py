@@ -1,4 +1,4 @@
-"""The options of ODC itself, of ``odc run`` and ``odc exec`` alike, and what is refused of them before a rank starts."""
+"""Options of ODC in ``odc run`` and ``odc exec``, and their checks before a rank starts."""
 
 from __future__ import annotations
 
