@@ -45,7 +45,7 @@ _LONGEST_S = 10.0 * 365 * 86400
 
 
 class StreamLoader(Generic[SampleT, BatchT]):
-    """Iterates over the minibatches of a stream, whose lengths are known only once samples are read.
+    """Iterates over the minibatches of a stream of samples whose lengths are known only once they are read.
 
     Every rank reads its part of the samples into a pool and cuts the pool into groups (``grouping``). The ranks agree
     on what each does next (``align``), and each collates its groups. Use the minibatches like those of
