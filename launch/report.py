@@ -266,7 +266,7 @@ def open_store(launch: LaunchEnvironment) -> Store | None:
 
 
 def leave(store: Store, launch: LaunchEnvironment, accounts: Sequence[Account]) -> list[str] | None:
-    """Leave this rank's accounts. Returns the lines to print: to the last rank to come, or to the owner of the store."""
+    """Leave this rank's accounts. Returns the lines to print, to the last rank to come or the owner of the store."""
     prefix = f"odc/report/{launch.attempt}"
     store.set(f"{prefix}/{launch.rank}", json.dumps([asdict(account) for account in accounts]))
     is_last = store.add(f"{prefix}/count", 1) % launch.world_size == 0  # a job may make one process group after another
