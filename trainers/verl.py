@@ -334,8 +334,9 @@ def check_minibatch(data: Any, loss_function: Any) -> None:
     mode = (getattr(config, "policy_loss", None) or {}).get("loss_mode")
     if mode in _OF_A_MICROBATCH:
         raise UnsupportedError(f"loss_mode={mode!r} depends on which samples share a microbatch, and here others do")
-    mask = data["loss_mask"]
-    if mask.is_nested and bool(mask.values()[mask.offsets()[:-1]].any()):
+    mask, starts = data["loss_mask"], data["input_ids"].offsets()
+    # Of whole samples: `main_ppo` sends masks of responses, whose first token has a prompt before it.
+    if mask.is_nested and torch.equal(mask.offsets(), starts) and bool(mask.values()[starts[:-1]].any()):
         raise UnsupportedError(
             "a sample's loss_mask begins with 1: verl would predict its first token from the sample before it in the "
             "microbatch, which is another one here. Make the first entry 0"

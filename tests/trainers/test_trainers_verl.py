@@ -314,7 +314,9 @@ def refused(rank: int, world_size: int, folder: Path) -> list[str]:
         attempt(lambda changed=changed: with_odc.check_minibatch(changed, loss["vanilla"]))  # type: ignore[misc]
     with_odc.check_minibatch(data, loss["vanilla"])
     mask = torch.nested.as_nested_tensor([torch.tensor([0, 1]), torch.tensor([1, 1, 1])], layout=torch.jagged)
-    attempt(lambda: with_odc.check_minibatch({"loss_mask": mask}, None))
+    attempt(lambda: with_odc.check_minibatch({"loss_mask": mask, "input_ids": mask}, None))
+    ids = torch.nested.as_nested_tensor([torch.arange(4), torch.arange(5)], layout=torch.jagged)
+    with_odc.check_minibatch({"loss_mask": mask, "input_ids": ids}, None)  # of their responses
     attempt(lambda: with_odc.balance(SimpleNamespace()))
     with with_odc.balance(engine) as balanced:
         attempt(lambda: worker.to("device", optimizer=False))
