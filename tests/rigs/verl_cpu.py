@@ -84,6 +84,9 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
     def ray_noset_envvars(self) -> list[str]:
         return []
 
+    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+        return {"num_cpus": num_gpus}
+
     def is_ipc_supported(self) -> bool:
         return False
 
@@ -117,3 +120,5 @@ def enter_engine() -> None:
             load(module)
 
     engine.load_fsdp_model_to_gpu = loaded
+    offload = engine.CPUOffloadPolicy  # of reference models
+    engine.CPUOffloadPolicy = lambda **_: offload(pin_memory=False)

@@ -48,8 +48,28 @@ def save_model(folder: Path) -> Path:
     words = ["<pad>", "<eos>", *map(str, range(2, VOCAB_SIZE))]
     made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_prompts(folder: Path, count: int) -> None:
+    """What `main_ppo` needs besides: prompts of 3 to 6 words, and a critic whose head is the same in each run."""
+    import numpy as np
+    import pandas as pd
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForTokenClassification
+
+    config = LlamaConfig.from_pretrained(folder / "model", num_labels=1)
+    LlamaForTokenClassification(config).save_pretrained(folder / "critic")
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "critic")
+    rng = np.random.default_rng(2)
+    words = [" ".join(map(str, rng.integers(2, VOCAB_SIZE, int(rng.integers(3, 7))))) for _ in range(count)]
+    rows = {"prompt": [[{"role": "user", "content": text}] for text in words]}
+    common = {"data_source": "even", "reward_model": {"style": "rule", "ground_truth": ""}}
+    pd.DataFrame(rows | {name: [value] * count for name, value in common.items()}).to_parquet(
+        folder / "prompts.parquet"
+    )
 
 
 def overrides(folder: Path) -> list[str]:
