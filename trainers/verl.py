@@ -222,7 +222,8 @@ def install(policy: str = "lb-mini", **options: Any) -> Installed:
     """From now on balance every FSDP engine that verl initializes for training in this process.
 
     Use it for engines in other processes: Ray's workers, or ``python -m verl.trainer.sft_trainer``. In each of them
-    verl imports the module named by ``model.external_lib``; let that module call this function.
+    verl imports a module; let that module call this function. ``model.external_lib`` names the module, or, for Ray's
+    workers, the environment's ``VERL_USE_EXTERNAL_MODULES``.
 
     Args:
         policy, options: as for :func:`balance`.
