@@ -41,16 +41,16 @@ INSTEAD = "Train it without balancing, on padded batches: `odc run` alone does n
 def aside(trainer: Any, model: nn.Module) -> Iterator[None]:
     """In the block ``model`` and ``trainer.compute_loss`` can be called as in an evaluation.
 
-    Behind it TRL's metrics, too, are what they were.
+    Behind it TRL's and ms-swift's metrics, too, are what they were.
     """
     with (
         probe.aside(model, trainer.args.device),
         Overrides(trainer) as of_trainer,
         Overrides(trainer.accelerator) as of_accelerator,
     ):
+        for name in {"_metrics", "_total_train_tokens", "custom_metrics"} & vars(trainer).keys():
+            of_trainer.set(name, copy.deepcopy(vars(trainer)[name]))
         if hasattr(trainer, "_metrics"):
-            for name in {"_metrics", "_total_train_tokens"} & vars(trainer).keys():
-                of_trainer.set(name, copy.deepcopy(vars(trainer)[name]))
             for name in ("gather", "gather_for_metrics"):
                 of_accelerator.set(name, lambda input_data, *_, **__: input_data)
             of_accelerator.set("reduce", lambda tensor, *_, **__: tensor)

@@ -230,16 +230,23 @@ def test_an_overridden_loss_is_asked_how_it_adds_up(tmp_path: Path, cls: type[Tr
 
 
 class OfLabelledTokens(Trainer):
-    """Takes no sample whose first token has a label, as ms-swift's, which keeps the logits before labels only."""
+    """Takes no sample whose first token has a label, as ms-swift's, which keeps the logits before labels only, and
+    counts what is right among them."""
+
+    custom_metrics: dict[str, list[int]]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if (inputs["labels"][:, 0] != -100).any():
             raise ValueError("Expected input batch_size (4) to match target batch_size (5).")
+        self.custom_metrics["train"].append(1)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-def test_a_loss_that_takes_no_label_on_a_first_token_is_asked_without(tmp_path: Path) -> None:
-    probe(hf_trainer(tmp_path, cls=OfLabelledTokens))
+def test_a_loss_that_takes_no_label_on_a_first_token_is_asked_without_and_counts_nothing(tmp_path: Path) -> None:
+    trainer = hf_trainer(tmp_path, cls=OfLabelledTokens)
+    trainer.custom_metrics = {"train": []}
+    probe(trainer)
+    assert trainer.custom_metrics == {"train": []}
 
 
 def gather_losses(rank: int, world_size: int, folder: str) -> None:
