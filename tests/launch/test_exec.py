@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -19,6 +20,8 @@ RUN_BY_TORCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node
 BY_ACCELERATE = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--num_processes", "2", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+    *("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+    *("--fsdp_sync_module_states", "false", "--fsdp_cpu_ram_efficient_loading", "false"),  # as accelerators do only
 ]
 
 
@@ -115,14 +118,44 @@ def test_a_dry_run_of_functions(tmp_path: Path) -> None:
     assert "odc: dry run: stopped after the first optimizer step" in ours.stderr
 
 
-@pytest.mark.parametrize("launcher", [RUN_BY_TORCH, pytest.param(BY_ACCELERATE, marks=pytest.mark.extended)])
-def test_ranks_of_a_launcher_are_patched_and_train_the_same(launcher: list[str]) -> None:
-    command = [*launcher, str(SCRIPTS / "train.py"), "2", "plain"]
+def test_ranks_of_a_launcher_are_patched_and_train_the_same() -> None:
+    command = [*RUN_BY_TORCH, str(SCRIPTS / "train.py"), "2", "plain"]
     plain, ours = ended(command), ended([*ODC, "exec", "--deterministic", "--", *command])
     assert plain.returncode == ours.returncode == 0, ours.stderr
     assert trained(ours.stdout) == trained(plain.stdout) != []
     assert "odc: patched Sequential (FSDP2): 3 units over 2 ranks" in ours.stderr
     assert "odc: 3 minibatches on 2 ranks" in ours.stderr
+
+
+AS_LAUNCHED = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import hf_trainer
+make = hf_trainer.TrainingArguments
+hf_trainer.TrainingArguments = lambda fsdp, fsdp_config, **options: make(**options)
+hf_trainer.main()
+"""
+"""The example, where its launcher says how to shard."""
+BALANCED = ["--balance", "lb-mini", "--max-tokens", "400"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_a_trainer_shards_as_accelerate_launch_says_and_trains_the_same(tmp_path: Path, version: str) -> None:
+    (tmp_path / "train.py").write_text(AS_LAUNCHED)
+    script = [str(tmp_path / "train.py"), str(SCRIPTS.parents[2] / "examples"), "--steps", "4", "--log-json"]
+    losses: list[list[float]] = []
+    for number, before in enumerate(([], [*ODC, "exec", "--"], [*ODC, "exec", *BALANCED, "--"])):
+        log = tmp_path / f"{number}.json"
+        done = ended([*before, *BY_ACCELERATE, "--fsdp_version", version, *script, str(log)])
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(f"odc: patched LlamaForCausalLM (FSDP{version})") == bool(before)
+        assert ("odc: balanced by lb-mini: 4 minibatches planned" in done.stderr) == (number == 2)
+        losses.append(json.loads(log.read_text())["losses"])
+    plain, ours, balanced = losses
+    assert len(plain) == 4
+    assert ours == pytest.approx(plain, rel=1e-6)
+    assert balanced == pytest.approx(plain, rel=1e-5)
 
 
 def test_what_is_no_rank_runs_as_it_is_and_is_told(tmp_path: Path) -> None:
