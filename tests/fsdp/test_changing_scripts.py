@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from fsdp_scripts import changing
@@ -23,7 +24,19 @@ from odc.fsdp_patch import guard
 
 ALL = tuple(changing.CASES)
 ON_DEVICE = ("sharded teacher, data", "averages swapped in, data of the shard", "clamped to no effect")
-FURTHER = [pytest.param(name, marks=pytest.mark.extended) for name in ALL if name not in ON_DEVICE]
+SELDOM = (
+    *("sharded teacher, data", "reference that follows seldom", "averages swapped in, data", "pruned by foreach"),
+    *("stochastic weight averaging", "lookahead by hand"),
+)
+"""With ``-m extended``, here: every run has their like."""
+OFTEN = tuple(name for name in ALL if name not in SELDOM)
+
+
+def some(every_run: Sequence[str]) -> list[Any]:
+    """These in every run, the rest with ``-m extended``."""
+    return [*every_run, *(pytest.param(name, marks=pytest.mark.extended) for name in ALL if name not in every_run)]
+
+
 OF_HOSTS = (
     *("sharded teacher, in place", "averages swapped in, data of the shard", "clamped on one rank", "stepped by hand"),
     *("schedule-free optimizer", "outer steps"),
@@ -63,9 +76,9 @@ def check(name: str, names: tuple[str, ...], ways: Sequence[str], on_device: boo
         assert of_rank[name] == dict.fromkeys(ways, 0.0), of_rank[name]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", some(OFTEN))
 def test_what_is_changed_between_steps_is_what_all_ranks_compute_with(name: str) -> None:
-    check(name, ALL, BOTH[:1])
+    check(name, OFTEN if name in OFTEN else SELDOM, BOTH[:1])
 
 
 @pytest.mark.extended
@@ -74,7 +87,7 @@ def test_the_same_in_the_other_way(name: str) -> None:
     check(name, ALL, BOTH[1:])
 
 
-@pytest.mark.parametrize("name", [*ON_DEVICE, *FURTHER])
+@pytest.mark.parametrize("name", some(ON_DEVICE))
 def test_the_same_where_elements_are_compared_by_a_device(name: str) -> None:
     check(name, ON_DEVICE if name in ON_DEVICE else ALL, BOTH[:1], on_device=True)
 

@@ -18,11 +18,15 @@ from training import Net, wrap
 READING = {**reading.CASES, **reading.FSDP1_CASES}
 CASES = {**loops.CASES, **READING, **kept.CASES, **by_unit.CASES, **changing.FSDP1_CASES, **PAIRS}
 FURTHER = (
-    *("gradients scaled in a compiled function", *PAIRS, *kept.CASES),
+    *("gradients scaled in a compiled function", "compiled step", *PAIRS, *kept.CASES),
+    *("clipping in two parts", "step by hand, cleared in place", "step by hand through data", "norm after the step"),
+    *("optimizer state asked for early", "nested optimizers", "step by unit, steps as usual between"),
+    *("another divide factor, without sync", "averages swapped in, data", "clamped", "a bias summoned"),
     *(name for name in READING if name.startswith("skipped")),
 )
-"""With ``-m extended``: every run has a compiled step, and pairs in generated scripts (test_bench_parity.py). What is
-kept or skipped is the same state under both: test_gradient_state.py has every loop, and test_fsdp2_scripts.py these."""
+"""With ``-m extended``: every run has pairs in generated scripts (test_bench_parity.py). What is kept, skipped or stepped
+by hand is the same state under both: test_gradient_state.py has every loop, and test_fsdp2_scripts.py these, and a
+compiled step."""
 
 
 class Fsdp1Run(Run):

@@ -129,6 +129,10 @@ FURTHER_HYBRID = {
 OTHERS = pairs_of("fsdp1")
 FURTHER = (
     *("clip_grad_norm_ by keyword", "clip_grad_value_, each second step, idle", "clipping in two parts"),
+    *("clip_grad_norm_ twice", "two optimizers", "zero_grad after the step", "zero_grad in place", "zero_grad never"),
+    *("gradients scaled in a compiled function", "norm by hand", "step by hand through data"),
+    *("skipped steps, cleared in place", "cleared instead of a step, by hand", "accumulation", "checkpointing, reentrant"),
+    *("averages in a step hook", "swap_tensors between steps", "units without a root", "evaluation"),
     *("GradScaler, fused optimizer", "closure by keyword", "optimizer state asked for early, SGD", "forward method"),
     *("zero_grad before forward", "zero_grad in place before forward", "grad = None by hand before forward"),
     *("zero_grad of the module", "step by hand, cleared in place", "another divide factor, without sync"),
@@ -140,12 +144,12 @@ FURTHER = (
     *("tied weights in the root", "root without parameters", "reference stays plain", "two trained models"),
     *("set_reshard_after_forward", "meta device, to_empty", "load after patching, assign", "moved between steps"),
 )
-"""With ``-m extended``: every run has their like."""
+"""With ``-m extended``: every run has their like, here, in pairs (test_bench_parity.py), and in the states of gradients
+(test_gradient_state.py)."""
 BOTH_WAYS = (
-    *("accumulation without sync, deterministic", "a rank without microbatches", "evaluation"),
-    *("checkpointing, reentrant", "tied weights in a list", "unit of a list", "policy and reference", "prefetching"),
+    *("accumulation without sync, deterministic", "a rank without microbatches", "tied weights in a list"),
     *("set_reshard_after_backward", "unshard by hand", "CPUOffloadPolicy", "ignored_params", "load after patching"),
-    *("weights in float8, a scale for each row", "weights in float8, scales by all ranks", "hybrid, accumulation"),
+    *("weights in float8, a scale for each row", "hybrid, accumulation"),
 )
 VARIANTS = {name: case for name, case in MODELS.items() if name not in BOTH_WAYS}
 HYBRID_VARIANTS = {name: case for name, case in {**HYBRID, **FURTHER_HYBRID}.items() if name not in BOTH_WAYS}

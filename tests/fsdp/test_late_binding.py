@@ -23,6 +23,9 @@ from odc.balance import MinibatchLoader, StreamLoader
 from odc.config import HOST_ID
 
 
+EPOCHS = 10
+
+
 def build() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM))
@@ -53,7 +56,7 @@ def train(rank: int, world_size: int, hosts: int, make: Callable[..., Any]) -> d
     computed = []
     with odc.patch_fsdp(steps.model):
         loader = make(rank=rank, world_size=world_size)
-        for epoch in range(20):
+        for epoch in range(EPOCHS):
             loader.set_epoch(epoch)
             for minibatch in loader:
                 mine = []
@@ -113,7 +116,7 @@ def train_together(rank: int, world_size: int) -> dict[str, Any]:
         computed = []
         with odc.patch_fsdp(steps.model):
             loader = make(mesh=mesh["dp"])
-            for epoch in range(5):
+            for epoch in range(3):
                 loader.set_epoch(epoch)
                 for minibatch in loader:
                     mine = []
@@ -199,7 +202,7 @@ def test_each_sample_counts_once_whoever_computes_it(hosts: int, make: Callable[
         for i in numbers:
             alone.backward(samples[i][1], 1 / sum(LENGTHS[j] for j in numbers))
         alone.step()
-    assert num_computed == 20 * num_samples
+    assert num_computed == EPOCHS * num_samples
     for found in ranks:
         assert found["speeds"] == ranks[0]["speeds"]
         assert found["norms"] == pytest.approx(alone.norms, rel=1e-5)

@@ -333,8 +333,9 @@ REST = {
 }
 STEPS = 2
 further = functools.partial(pytest.param, marks=pytest.mark.extended)
-UNDER_PLAIN = ("modules", "dtensor", "hybrid")
-REST_UNDER_PLAIN = ("head", "alone", *(["placed"] if CAN_PLACE else []))
+UNDER_PLAIN = ("hybrid",)
+REST_UNDER_PLAIN = ("modules", "dtensor", "head", "alone", *(["placed"] if CAN_PLACE else []))
+"""Those that are CHECKED beside one process in every run are beside plain FSDP2 with ``-m extended``."""
 
 
 def all_runs(

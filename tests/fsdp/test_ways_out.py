@@ -8,7 +8,8 @@ it meanwhile, wherever it waits itself: for a collective of the script, that the
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -161,28 +162,34 @@ def run(loop: Loop, following: str) -> dict[str, Any]:
     return {str(i): p.full_tensor().detach() for i, p in enumerate(sharded)}  # those of the model may be full ones
 
 
-def compared(rank: int, world_size: int, fsdp: int, way: str) -> dict[str, float]:
-    found = {}
-    # Behind an evaluation of all ranks FSDP2's model has full parameters, and who goes by those clears nothing.
-    clears_full = fsdp == 2 and way in ("cleared by the model", "cleared by hand")
-    for following in ("idle", "evaluates", *(() if clears_full else ("between",))):
-        plain, loop = (Loop(rank, world_size, fsdp, way, patched) for patched in (False, True))
-        expected = run(plain, following)
-        found[following] = largest_difference(run(loop, following), expected)
+def compared(rank: int, world_size: int, cases: Sequence[tuple[str, int]]) -> dict[tuple[str, int], dict[str, float]]:
+    found: dict[tuple[str, int], dict[str, float]] = {case: {} for case in cases}
+    for way, fsdp in cases:
+        # Behind an evaluation of all ranks FSDP2's model has full parameters, and who goes by those clears nothing.
+        clears_full = fsdp == 2 and way in ("cleared by the model", "cleared by hand")
+        for following in ("idle", "evaluates", *(() if clears_full else ("between",))):
+            plain, loop = (Loop(rank, world_size, fsdp, way, patched) for patched in (False, True))
+            expected = run(plain, following)
+            found[way, fsdp][following] = largest_difference(run(loop, following), expected)
     return found
+
+
+EVERY_RUN = (*((way, 2) for way in WAYS), ("a step", 1), ("kept", 1))
+FURTHER = tuple((way, 1) for way in WAYS if (way, 1) not in EVERY_RUN)
+
+
+@functools.cache
+def found(cases: Sequence[tuple[str, int]]) -> list[dict[tuple[str, int], dict[str, float]]]:
+    return run_ranks(2, compared, cases, env={"ODC_TIMEOUT": "15"}, timeout_s=200)
 
 
 @pytest.mark.parametrize(
     ("way", "fsdp"),
-    [
-        pytest.param(way, fsdp, marks=() if fsdp == 2 or at % 4 == 0 else pytest.mark.extended)
-        for at, way in enumerate(WAYS)
-        for fsdp in (1, 2)
-    ],
+    [*EVERY_RUN, *(pytest.param(*case, marks=pytest.mark.extended) for case in FURTHER)],
 )
 def test_nobody_waits_for_a_rank_on_its_way(way: str, fsdp: int) -> None:
-    for found in run_ranks(2, compared, fsdp, way, env={"ODC_TIMEOUT": "15"}, timeout_s=80):
-        assert max(found.values()) < 1e-5, found
+    for of_rank in found(EVERY_RUN if (way, fsdp) in EVERY_RUN else FURTHER):
+        assert max(of_rank[way, fsdp].values()) < 1e-5, of_rank
 
 
 def evaluates_on_one_rank(rank: int, world_size: int) -> None:

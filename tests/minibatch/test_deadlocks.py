@@ -36,11 +36,12 @@ from odc.transports.cuda_ipc import CudaIpcTransport
 
 NUMEL, NUM_UNITS = 4, 3
 QUEUES = (1, 2, 8, 32)
-SCHEDULES = 75  # of each number of queues and each mode, 25 of each kind: 900 in all
-STUCK_S = 0.4
 KINDS = ("alone", "beside", "inside")
 """Whether pairs of ranks compute together: each of them in a shard group of its own, as tensor parallel ranks are, or
 both in one, as context parallel ranks are."""
+LENGTH = 15  # minibatches of a schedule
+SCHEDULES = len(KINDS) * LENGTH  # of each mode in every run, and five times as many with ``-m extended``
+STUCK_S = 0.4
 
 
 @pytest.fixture(autouse=True)
@@ -256,22 +257,23 @@ def search(monkeypatch: pytest.MonkeyPatch, mode: str, queues: int, number: int,
         rng = random.Random(f"{queues} {seed}")
         kind = KINDS[seed % len(KINDS)]
         schedules = [Schedule.draw(rng, rng.choice((3, 4)) if kind == "alone" else 2)]
-        schedules += [Schedule.draw(rng, len(schedules[0].microbatches)) for _ in range(24)]
+        schedules += [Schedule.draw(rng, len(schedules[0].microbatches)) for _ in range(LENGTH - 1)]
         kept += run_schedules(schedules, mode, seed, limit_s, kind)
         done, seed = done + len(schedules), seed + 1
     return kept
 
 
 @pytest.mark.parametrize(
-    ("mode", "queues"),
+    ("mode", "queues", "number"),
     [
-        pytest.param(mode, queues, marks=() if queues == 1 else pytest.mark.extended)
+        pytest.param(mode, queues, number, marks=() if queues == number == 1 else pytest.mark.extended)
         for mode in ("daemon", "direct", "hosts")
         for queues in QUEUES
+        for number in ((1, 5) if queues == 1 else (5,))
     ],
 )
-def test_no_schedule_ends_in_a_deadlock(mode: str, queues: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = search(monkeypatch, mode, queues, SCHEDULES)
+def test_no_schedule_ends_in_a_deadlock(mode: str, queues: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = search(monkeypatch, mode, queues, number * SCHEDULES)
     if mode != "direct" and queues == 1:
         assert kept > 0  # without which these schedules would not end
 
@@ -295,11 +297,10 @@ def wait_for_what_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def find_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("odc.limits.CLOSE_DEVICE_S", 0.1)
-    for queues in (1, 2):
-        monkeypatch.setattr(streams, "WAIT_LIMIT_S", STUCK_S)
-        raised = (AssertionError, FakeDeviceError, OdcError)
-        with pytest.raises(raised, match="on [123] of [234] ranks|never|waited|waits for"):
-            search(monkeypatch, "daemon", queues, 1000, limit_s=STUCK_S)
+    monkeypatch.setattr(streams, "WAIT_LIMIT_S", STUCK_S)
+    raised = (AssertionError, FakeDeviceError, OdcError)
+    with pytest.raises(raised, match="on [123] of [234] ranks|never|waited|waits for"):
+        search(monkeypatch, "daemon", 1, 1000, limit_s=STUCK_S)
 
 
 def test_a_stream_that_waits_for_pushes_ends_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
