@@ -7,19 +7,26 @@ two ways of a gather, copy engines and a kernel, on the peers' memory itself: ``
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.communication.primitives import measure_size, size_of, with_ratios
+from odc.bench.communication.primitives import measure_size, size_of, size_text, with_ratios
+from odc.bench.gpu.device import on_a_stream
 from odc.bench.gpu.setting import Report, Setting, require, run_ranks
-from odc.bench.gpu.transfers import WAYS, choose_accumulate, measure_transfers, transfer_report
+from odc.bench.gpu.transport import open_transport
 from odc.bench.harness.benchmark import Column, Table
 from odc.bench.harness.ranks import Rank
+from odc.engines.base import COPY_ENGINE, KERNEL, TransferTable
 from odc.setup.agreement import ProcessGroupExchange
+from odc.setup.topology import Topology
+from odc.transports.base import SymmetricBuffer, Transport
 
 SIZES = tuple(1 << shift for shift in range(20, 29))
 QUICK_SIZES = (1 << 20, 1 << 24)
@@ -71,12 +78,9 @@ def _fastest(rows: Sequence[Row]) -> str:
 
 def accumulate_of(rows: Sequence[Row], world_size: int) -> str:
     """What "auto" should do on this machine."""
-    times: dict[str, list[float]] = {mode: [] for mode in PUSHES}
-    for row in sorted(rows, key=lambda row: int(row["num_bytes"])):
-        for mode, operation in PUSHES.items():
-            if row["operation"] == operation and row["ranks"] == world_size:
-                times[mode].append(row["time_s"]["median"])
-    return choose_accumulate(times["direct"], times["daemon"])
+    of_world = sorted((row for row in rows if row["ranks"] == world_size), key=lambda row: int(row["num_bytes"]))
+    times = {row["operation"]: row["time_s"]["median"] for row in of_world}  # at last of the largest size
+    return choose_accumulate(*(times.get(operation) for operation in PUSHES.values()))
 
 
 def measure_all(rank: Rank) -> tuple[list[Row], dict[str, Any]]:
@@ -110,3 +114,84 @@ def measure(rank: Rank, num_bytes: int, repetitions: int, mode: str = "daemon", 
         if row["operation"] == "scatter_accumulate":
             row["operation"] = PUSHES[mode]
     return rows
+
+
+# The two ways of a gather on peers' memory; who adds pushes; and the table that chooses
+
+
+WORTH = 2.0
+_CALLS = 4
+WAYS = Table(
+    "ways",
+    "one gather, two ways",
+    (Column("size", size_of),),
+    (
+        Column("kernel, ms", "kernel_s", ".3f", 1e3),
+        Column("copy engines, ms", "copy_s", ".3f", 1e3),
+        Column("faster", "faster"),
+    ),
+)
+
+
+def measure_transfers(rank: Rank, sizes: Sequence[int], repetitions: int) -> dict[str, Any]:
+    """Median seconds of the slowest rank, by way and size. Collective.
+
+    Empty where the kernel cannot be used: on a CPU, or if a rank's memory is not addressable from all others.
+    """
+    if rank.device.type != "cuda" or Topology.discover(ProcessGroupExchange()).num_hosts > 1:
+        return {}
+    with open_transport(rank, 2 * max(sizes)) as transport:
+        buffer = transport.allocate(max(sizes) // rank.world_size, "transfers")
+        with on_a_stream(rank.device):
+            samples = [_measure_ways(rank, transport, buffer, size, repetitions) for size in sizes]
+        rank.meet()
+    by_way = {way: [times[way] for times in samples] for way in (KERNEL, COPY_ENGINE)}
+    return {"sizes": list(sizes), "seconds": by_way}
+
+
+def _measure_ways(
+    rank: Rank, transport: Transport, buffer: SymmetricBuffer, num_bytes: int, repetitions: int
+) -> dict[str, float]:
+    numel = num_bytes // rank.world_size // 4
+    shards = [buffer.peer(owner)[: 4 * numel].view(torch.float32) for owner in range(rank.world_size)]
+    out = torch.zeros(numel * rank.world_size, device=rank.device)
+    samples: dict[str, list[float]] = {KERNEL: [], COPY_ENGINE: []}
+    for repetition in range(repetitions + 1):
+        for way in samples:
+            transport.engine.choose_by(TransferTable(((0, way),)))
+            rank.meet()
+            started = time.perf_counter()
+            for _ in range(_CALLS):
+                transport.engine.read_rows([out], shards, rank.rank, own_in_place=True)
+            torch.cuda.synchronize()
+            seconds = rank.largest(time.perf_counter() - started) / _CALLS
+            if repetition:
+                samples[way].append(seconds)
+    return {way: statistics.median(values) for way, values in samples.items()}
+
+
+def choose_accumulate(direct_s: float | None, daemon_s: float | None) -> str:
+    """By the times of the largest pushes. Clients that add themselves depend on nobody, so they may take :data:`WORTH`
+    times as long; without times of both it is "direct".
+
+    >>> choose_accumulate(3.0, 2.0), choose_accumulate(5.0, 2.0)
+    ('direct', 'daemon')
+    """
+    return "daemon" if direct_s and daemon_s and direct_s > WORTH * daemon_s else "direct"
+
+
+def transfer_report(transfers: dict[str, Any], path: str, accumulate: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows of :data:`WAYS` and the measured table in a word; saved if ``path`` is not empty and there is one."""
+    if not transfers:
+        return [], "transfers not compared"
+    sizes, seconds = transfers["sizes"], transfers["seconds"]
+    chosen = TransferTable.of_measurements(sizes, seconds[KERNEL], seconds[COPY_ENGINE])
+    chosen = replace(chosen, accumulate=accumulate)
+    if path:
+        chosen.save(Path(path))
+    rows = [
+        {"num_bytes": size, "kernel_s": kernel, "copy_s": copy, "faster": KERNEL if kernel < copy else COPY_ENGINE}
+        for size, kernel, copy in zip(sizes, seconds[KERNEL], seconds[COPY_ENGINE], strict=True)
+    ]
+    text = ", ".join(f"{way} {f'up to {size_text(limit)}' if limit else 'beyond'}" for limit, way in chosen.rows)
+    return rows, f"gathers by {text}; additions: {accumulate}"

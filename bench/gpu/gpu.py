@@ -20,19 +20,205 @@ some could not run here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from odc.bench.gpu import documents, machine
-from odc.bench.gpu.catalogue import CHECKS, Check, select
-from odc.bench.gpu.isolation import FAILED, NOT_RUN, PASSED, Outcome, run_isolated
-from odc.bench.gpu.setting import Setting
-from odc.bench.gpu.show import print_outcomes, rows_of, summary
-from odc.bench.harness.benchmark import Benchmark, Entries, Numbers, Run, numbers
+from odc.bench.communication.primitives import size_text
+from odc.bench.gpu.bandwidth import PUSHES
+from odc.bench.gpu.device import why_no_gpu
+from odc.bench.gpu.setting import FAILED, NOT_RUN, PASSED, Outcome, Setting, run_isolated
+from odc.bench.gpu.transport import why_no_nvshmem
+from odc.bench.harness.benchmark import Benchmark, Entries, Figures, Numbers, Run, check_known, numbers
 from odc.bench.harness.ranks import NotRunError
+from odc.bench.harness.results import shown
+from odc.engines.base import COPY_ENGINE, KERNEL
+
+
+def _no_peers(setting: Setting) -> str | None:
+    world_size = min(setting.worlds)
+    if setting.owns_gpus(world_size):
+        return None
+    return f"needs a GPU per rank: {setting.num_gpus} for {world_size} ranks, so there is no link to measure"
+
+
+def _none_shared(setting: Setting) -> str | None:
+    if any(not setting.owns_gpus(world) for world in setting.worlds):
+        return None
+    return "every rank has a GPU of its own: see peer_bandwidth"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table."""
+
+    name: str
+    proves: str
+    body: str
+    """``"module:function"``, a :data:`~odc.bench.gpu.setting.Body`."""
+    limit_s: float
+    why_not: Callable[[Setting], str | None] = lambda setting: None
+    """Why it cannot run here, or None."""
+    optional: bool = False
+    """That it does not run here leaves nothing unproven: another check shows more."""
+
+
+CHECKS = (
+    Check("kernels", "kernels equal their plain-torch twins", "odc.bench.gpu.kernels:check", 900),
+    Check("kernel_speed", "kernels move bytes as fast as copies", "odc.bench.gpu.speed:check_kernels", 600),
+    Check("host_time", "what asking costs a host, with real layers", "odc.bench.gpu.speed:check_host_time", 300),
+    Check("overlap", "what transfers take from a matmul", "odc.bench.gpu.speed:check_overlap", 300),
+    Check("transport", "memory and order between processes", "odc.bench.gpu.transport:check", 600),
+    Check("protocol", "random minibatches on real streams", "odc.bench.gpu.protocol:check_protocol", 1200),
+    Check("soak", "no push is lost under uneven load", "odc.bench.gpu.protocol:check_soak", 1800),
+    Check("uneven", "no device waits for a slower one", "odc.bench.gpu.uneven:check_uneven", 600),
+    Check("items", "outputs of encoders move on real streams", "odc.bench.gpu.protocol:check_items", 600),
+    Check("sft", "losses of FSDP1 and FSDP2 training", "odc.bench.gpu.training:check_sft", 900),
+    Check("forms", "losses of further models and loops", "odc.bench.gpu.training:check_forms", 900),
+    Check("late_binding", "microbatches bound by events of devices", "odc.bench.gpu.uneven:check_late_binding", 600),
+    Check("no_host_sync", "hosts run ahead of their devices", "odc.bench.gpu.waiting:check_no_host_sync", 600),
+    Check("synchronize_does_not_hang", "waiting for a device ends", "odc.bench.gpu.waiting:check_hangs", 600),
+    Check(
+        "bandwidth",
+        "throughput of ranks that share a GPU",
+        "odc.bench.gpu.bandwidth:check_shared",
+        1200,
+        _none_shared,
+        optional=True,
+    ),
+    Check(
+        "peer_bandwidth", "throughput between GPUs, NCCL beside", "odc.bench.gpu.bandwidth:check_peers", 1200, _no_peers
+    ),
+    Check("nvshmem", "the same over NVSHMEM", "odc.bench.gpu.transport:check_nvshmem", 1800, why_no_nvshmem),
+)
+
+
+def select(names: Sequence[str] | None, checks: Sequence[Check] = CHECKS) -> list[Check]:
+    """The named checks in the order of the list, or all of them.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    check_known(only=(names, [check.name for check in checks]))
+    return [check for check in checks if not names or check.name in names]
+
+
+# The results for people and for programs
+
+
+_LONGEST_TEXT = 400
+_STYLES = {PASSED: "green", FAILED: "bold red", NOT_RUN: "yellow"}
+
+
+def console() -> Console:
+    """Of the width of the terminal, or of a file."""
+    return Console(width=None if sys.stdout.isatty() else 140)
+
+
+def print_outcomes(outcomes: Sequence[Outcome]) -> None:
+    """What failed, at length; what was measured; and a line per check, last."""
+    for outcome in outcomes:
+        if outcome.log:
+            console().print(
+                f"--- {outcome.name}: the end of its output\n{outcome.log}\n", markup=False, highlight=False
+            )
+        for measured in outcome.tables:
+            console().print(shown(measured, outcome.data[measured.rows], outcome.data))
+    table = Table(title=summary(outcomes))
+    for column in ("check", "result", "figures, or why", "s"):
+        table.add_column(column, justify="right" if column == "s" else "left")
+    for outcome in outcomes:
+        style = _STYLES[outcome.status]
+        seconds = f"{outcome.seconds:.0f}" if outcome.status != NOT_RUN else ""
+        table.add_row(outcome.name, f"[{style}]{outcome.status}[/]", _plain(outcome.figures), seconds)
+    console().print(table)
+
+
+def _plain(text: str) -> str:
+    """One line, not too long, and no markup."""
+    line = " ".join(text.split())
+    return escape(line if len(line) <= _LONGEST_TEXT else line[:_LONGEST_TEXT] + " ...")
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """One line."""
+    counts = {status: sum(outcome.status == status for outcome in outcomes) for status in _STYLES}
+    return ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """All outcomes, for JSON."""
+    return [
+        {
+            "name": outcome.name,
+            "status": outcome.status,
+            "figures": outcome.figures,
+            "seconds": round(outcome.seconds, 1),
+            "data": outcome.data,
+        }
+        for outcome in outcomes
+    ]
+
+
+# What README.md and docs/gpu.md say of a committed result
+
+
+KERNEL_BYTES = (1 << 26, 1 << 30)
+TRANSFER_BYTES = (1 << 20, 1 << 23, 1 << 26, 1 << 28)
+RANKS = 2
+
+
+def passed(*results: Entries) -> Figures:
+    """Checks that have passed in one of the results."""
+    rows = [check for result in results for check in result["checks"]]
+    names = {check["name"] for check in rows if check["status"] == PASSED}
+    yield "", f"passes {len(names)} of {len({check['name'] for check in rows})} checks"
+
+
+def measured(result: Entries, *others: Entries) -> Figures:
+    """Rows of tables: kernels, operations of ranks that share a GPU, the two ways of a gather."""
+    *more, of_bandwidth = others
+    yield from passed(result, *more)
+    for kernel, by_size in _ratios(result).items():
+        yield f"| {kernel} |", " " + " | ".join(f"{by_size[num_bytes]:.2f}" for num_bytes in KERNEL_BYTES) + " |"
+    cells = _data(result)["uneven"]["cells"]
+    own, longest = (max(cell[key] for cell in cells) for key in ("of_own", "of_longest"))
+    yield "", f"at most {own:.2f} times its own computation to its last push, and a minibatch {longest:.2f} times"
+    data = _data(of_bandwidth)
+    rows = {(r["operation"], r["num_bytes"]): r for r in data["bandwidth"]["rows"] if r["ranks"] == RANKS}
+    transfers = data["bandwidth"]["transfers"]
+    for num_bytes in TRANSFER_BYTES:
+        cells = [rows[name, num_bytes] for name in ("gather", *PUSHES.values())]
+        texts = [f"{1e3 * cell['time_s']['median']:.2f} ms, {cell['busbw']:.1f} GB/s" for cell in cells]
+        yield f"| {size_text(num_bytes)} |", " " + " | ".join(texts) + " |"
+    for num_bytes in TRANSFER_BYTES:
+        at = transfers["sizes"].index(num_bytes)
+        times = [f"{1e3 * transfers['seconds'][way][at]:.2f} ms" for way in (KERNEL, COPY_ENGINE)]
+        yield f"| {size_text(num_bytes)} |", " " + " | ".join(times) + " |"
+
+
+def _data(result: Entries) -> dict[str, Any]:
+    """What each check has measured."""
+    return {check["name"]: check["data"] for check in result["checks"]}
+
+
+def _ratios(result: Entries) -> dict[str, dict[int, float]]:
+    """Time over floor, by kernel and size."""
+    ratios: dict[str, dict[int, float]] = {}
+    for row in _data(result)["kernel_speed"]["rows"]:
+        ratios.setdefault(row["kernel"], {})[row["num_bytes"]] = row["ratio"]
+    return ratios
+
+
+# The command
+
 
 ALL_GREEN, SOME_FAILED, UNUSABLE, SOME_NOT_RUN = 0, 1, 2, 3
 WORLDS = Numbers(2, 4)
@@ -51,7 +237,7 @@ def measure(
     if min(ranks) < 2:
         raise ValueError(f"--ranks {ranks}: expected numbers of at least 2")
     checks = select(only)
-    missing = machine.why_no_gpu()
+    missing = why_no_gpu()
     if missing is not None:
         raise NotRunError(missing)
     setting = Setting(
@@ -66,7 +252,7 @@ def measure(
 
 def run_checks(run: Run, checks: Sequence[Check], setting: Setting) -> Entries:
     """Run ``checks`` and show what became of them; ``run.status`` becomes the exit code."""
-    run.environment |= run_isolated("environment", "odc.bench.gpu.machine:describe", setting, _DESCRIBE_LIMIT_S).data
+    run.environment |= run_isolated("environment", "odc.bench.gpu.device:describe", setting, _DESCRIBE_LIMIT_S).data
     outcomes: list[Outcome] = []
     found: Entries = {}
     run.begin(len(checks), "checks")
@@ -105,7 +291,7 @@ BENCHMARK = Benchmark(
     measure,
     quick={"minibatches": 50},
     figures=(
-        ("README.md", documents.passed, _ON_H100),
-        ("docs/gpu.md", documents.measured, [*_ON_H100, "gpu_check_h200"]),
+        ("README.md", passed, _ON_H100),
+        ("docs/gpu.md", measured, [*_ON_H100, "gpu_check_h200"]),
     ),
 )

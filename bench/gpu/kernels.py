@@ -1,10 +1,4 @@
-"""Check ``kernels``: every Triton kernel against its plain-torch twin, on the GPU, to the bit.
-
-The interpreter runs the same source on every test run; what it cannot show is what the compiler and the device make of
-it: wide and masked accesses at odd addresses, conversions, atomics of many programs, offsets beyond 2**31. Inputs hold
-infinities, NaN, signed zeros and halfway cases; outputs are poisoned, and lie between guards that must stay as they
-were.
-"""
+"""Check ``kernels``: every Triton kernel against its plain-torch twin, on the GPU; also where offsets are wide."""
 
 from __future__ import annotations
 
@@ -15,7 +9,6 @@ from typing import Any
 import torch
 
 from odc.bench.gpu.device import new_stream
-from odc.bench.gpu.large_kernels import NEEDED_BYTES, check_large
 from odc.bench.gpu.setting import Report, Setting, require
 from odc.kernels.accumulate import PAIRS, accumulate, accumulate_reference
 from odc.kernels.arguments import FLOATS, MASTER_FLOATS
@@ -46,6 +39,13 @@ _SLOT_PROGRAMS = 4  # the interpreter runs one after the other
 
 
 def check(setting: Setting) -> Report:
+    """Check ``kernels``: every Triton kernel against its plain-torch twin, on the GPU, to the bit.
+
+    The interpreter runs the same source on every test run; what it cannot show is what the compiler and the device make
+    of it: wide and masked accesses at odd addresses, conversions, atomics of many programs, offsets beyond 2**31.
+    Inputs hold infinities, NaN, signed zeros and halfway cases; outputs are poisoned, and lie between guards that must
+    stay as they were.
+    """
     device = setting.device(0)
     sizes = QUICK_SIZES if setting.quick else SIZES
     counts = {part.__name__.strip("_"): sum(1 for _ in part(device, sizes)) for part in PARTS}
@@ -113,31 +113,36 @@ def _fill(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
 
 
 def _copy_cast(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
-    for numel, offset, other in _cases(sizes):
-        for source_dtype, dtype in _casts():
-            values, wanted = _values(numel, source_dtype), torch.empty(numel, dtype=dtype)
-            out = Guarded(numel, dtype, offset, device)
-            copy_cast(out.view, Guarded(numel, source_dtype, other, device).filled(values).view)
-            copy_cast_reference(wanted, values)
-            out.expect(wanted, f"copy_cast of {numel} x {source_dtype} to {dtype} at {other}, {offset}")
-            yield
-
-
-def _accumulate(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
-    for numel, offset, other in _cases(sizes):
-        for dtype in MASTER_FLOATS:
-            for addend_dtype in [d for d in FLOATS if d.itemsize <= dtype.itemsize]:
-                wanted, addend = _values(numel, dtype), _values(numel, addend_dtype)
-                out = Guarded(numel, dtype, offset, device).filled(wanted)
-                accumulate(out.view, Guarded(numel, addend_dtype, other, device).filled(addend).view)
-                accumulate_reference(wanted, addend)
-                out.expect(wanted, f"accumulate of {numel} x {addend_dtype} to {dtype} at {other}, {offset}")
-                yield
+    return _element_by_element(device, sizes, _casts(), copy_cast, copy_cast_reference)
 
 
 def _casts() -> list[tuple[torch.dtype, torch.dtype]]:
     """Source and destination: all but float64 to 16 bits, which the launchers refuse."""
     return [(s, out) for s in FLOATS for out in FLOATS if s != torch.float64 or out.itemsize > 2]
+
+
+def _accumulate(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
+    pairs = [(addend, total) for total in MASTER_FLOATS for addend in FLOATS if addend.itemsize <= total.itemsize]
+    return _element_by_element(device, sizes, pairs, accumulate, accumulate_reference)
+
+
+def _element_by_element(
+    device: torch.device,
+    sizes: tuple[int, ...],
+    pairs: Sequence[tuple[torch.dtype, torch.dtype]],
+    kernel: Callable[[torch.Tensor, torch.Tensor], None],
+    reference: Callable[[torch.Tensor, torch.Tensor], None],
+) -> Iterator[None]:
+    """From a source to an output, of pairs of dtypes."""
+    name = reference.__name__.removesuffix("_reference")
+    for numel, offset, other in _cases(sizes):
+        for source_dtype, dtype in pairs:
+            source, wanted = _values(numel, source_dtype), _values(numel, dtype)
+            out = Guarded(numel, dtype, offset, device).filled(wanted)
+            kernel(out.view, Guarded(numel, source_dtype, other, device).filled(source).view)
+            reference(wanted, source)
+            out.expect(wanted, f"{name} of {numel} x {source_dtype} to {dtype} at {other}, {offset}")
+            yield
 
 
 def _accumulate_slots(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
@@ -182,7 +187,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _part_rows(device: torch.device) -> PartRows:
+def part_rows(device: torch.device) -> PartRows:
+    """A table for one launch after the other, in memory that the device reads."""
     return PartRows(torch.zeros(MAX_PARTS, COLUMNS, dtype=torch.int64, pin_memory=device.type == "cuda"))
 
 
@@ -196,7 +202,7 @@ def _part_cases(sizes: tuple[int, ...]) -> Iterator[tuple[list[int], int, int]]:
 
 
 def _gather_parts(device: torch.device, sizes: tuple[int, ...]) -> Iterator[None]:
-    rows = _part_rows(device)
+    rows = part_rows(device)
     for numels, offset, other in _part_cases(sizes):
         for dtype in FLOATS:
             for own_in_place in (False, True):
@@ -251,7 +257,7 @@ def _pushes_of_parts(
     before: Callable[[int, torch.dtype], torch.Tensor],
 ) -> Iterator[None]:
     """Of gradients of a dtype, to owners who have ``before`` of so many elements."""
-    rows = _part_rows(device)
+    rows = part_rows(device)
     for numels, offset, other in _part_cases(sizes):
         for dtype in dtypes:
             push = _Push(numels, dtype, offset, device)
@@ -274,7 +280,7 @@ def _concurrent_atomics(device: torch.device, sizes: tuple[int, ...]) -> Iterato
     for numel in sizes:
         total = torch.zeros(numel, device=device)
         addends = [torch.arange(numel, device=device).remainder_(11).to(torch.float32) + i for i in range(8)]
-        _on_many_streams(device, [_adding(_part_rows(device), PeerTable.of([total]), addend) for addend in addends])
+        _on_many_streams(device, [_adding(part_rows(device), PeerTable.of([total]), addend) for addend in addends])
         wanted = torch.stack([addend.double() for addend in addends]).sum(0)
         require(torch.equal(total.double(), wanted), f"concurrent atomic additions of {numel} elements lose some")
         yield
@@ -306,3 +312,94 @@ PARTS: tuple[Callable[[torch.device, tuple[int, ...]], Iterator[None]], ...] = (
     _scatter_parts,
     _concurrent_atomics,
 )
+
+
+# Buffers of more than 2**31 elements or bytes, where a 32-bit offset would wrap
+
+
+NEEDED_BYTES = 16 << 30
+NUMEL = (1 << 31) + 4099  # elements: offsets in elements wrap, and those in bytes long before
+_CHUNK = 1 << 26
+_PERIOD = 251  # of the pattern: whole numbers that bf16 holds
+
+
+def check_large(device: torch.device) -> str:
+    """Every kernel once; which ones, for people."""
+    parts: tuple[Callable[[torch.device], None], ...] = (
+        _large_fill,
+        _large_copy_cast,
+        _large_accumulate,
+        _large_gather_parts,
+        _large_push_parts,
+    )
+    for part in parts:
+        part(device)
+        torch.cuda.empty_cache()  # the next one needs the memory
+    return f"{len(parts)} kernels"
+
+
+def _chunks(numel: int) -> Iterator[slice]:
+    for low in range(0, numel, _CHUNK):
+        yield slice(low, min(low + _CHUNK, numel))
+
+
+def _pattern(part: slice, device: torch.device) -> torch.Tensor:
+    return torch.arange(part.start, part.stop, dtype=torch.int64, device=device).remainder_(_PERIOD)
+
+
+def _patterned(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Element i is i modulo 251."""
+    out = torch.empty(numel, dtype=dtype, device=device)
+    for part in _chunks(numel):
+        out[part] = _pattern(part, device).to(dtype)
+    return out
+
+
+def _expect(found: torch.Tensor, factor: float, added: float, what: str, first: int = 0) -> None:
+    """Element i is ``factor`` times the pattern's element ``first + i``, plus ``added``."""
+    for part in _chunks(found.numel()):
+        place = slice(first + part.start, first + part.stop)
+        wanted = (_pattern(place, found.device) * factor + added).to(found.dtype)
+        require(torch.equal(found[part], wanted), f"{what}: wrong in elements {part.start} to {part.stop}")
+
+
+def _large_fill(device: torch.device) -> None:
+    out = torch.zeros(NUMEL, dtype=torch.bfloat16, device=device)
+    fill(out, 3.0)
+    _expect(out, 0.0, 3.0, "fill")
+
+
+def _large_copy_cast(device: torch.device) -> None:
+    source = _patterned(NUMEL, torch.bfloat16, device)
+    out = torch.empty_like(source)
+    copy_cast(out, source)
+    _expect(out, 1.0, 0.0, "copy_cast")
+
+
+def _large_accumulate(device: torch.device) -> None:
+    addend = _patterned(NUMEL, torch.bfloat16, device)
+    total = torch.ones(NUMEL, dtype=torch.float32, device=device)
+    accumulate(total, addend)
+    _expect(total, 1.0, 1.0, "accumulate")
+
+
+def _large_gather_parts(device: torch.device) -> None:
+    """The output is beyond 2**31, and so is the place of its shards in their buffers, behind a small parameter."""
+    numel, before = NUMEL // 2, 1 << 10
+    buffer = _patterned((1 << 30) + numel, torch.bfloat16, device)
+    outs = [torch.empty(2 * n, dtype=torch.bfloat16, device=device) for n in (before, numel)]
+    rows, table = part_rows(device), PeerTable.of([buffer, buffer])
+    gather_parts(rows, outs, table, rank=0, offset_bytes=2 * ((1 << 30) - before))
+    for row in range(2):
+        _expect(outs[1][row * numel : (row + 1) * numel], 1.0, 0.0, f"gather_parts, row {row}", first=1 << 30)
+
+
+def _large_push_parts(device: torch.device) -> None:
+    numel = NUMEL // 2
+    grads = _patterned(2 * numel, torch.bfloat16, device)
+    totals = [torch.ones(numel, device=device) for _ in range(2)]
+    rows, table = part_rows(device), PeerTable.of(totals)
+    scatter_accumulate_parts(rows, table, [grads[:-9]], [0], [numel], rank=0)
+    _expect(totals[0], 1.0, 1.0, "scatter_accumulate_parts, owner 0")
+    _expect(totals[1][:-9], 1.0, 1.0, "scatter_accumulate_parts, owner 1", first=numel)
+    _expect(totals[1][-9:], 0.0, 1.0, "scatter_accumulate_parts, missing elements")

@@ -1,20 +1,85 @@
-"""The training loop that checks share, and the same in one process.
-
-In every step the ranks have one to three microbatches each, and one of them has none.
-"""
+"""Checks ``sft`` and ``forms``, and what training checks share: small models, sharded by either FSDP, and one loop."""
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 
 import odc
-from odc.bench.gpu.models import VOCABULARY, logits_of
+from odc.bench.gpu.setting import CheckFailedError, Report, Setting, require, run_ranks
 from odc.bench.harness.ranks import Rank
+from odc.bench.proof.conformance.training import Net
+from odc.bench.proof.sharding import blocks_of, by_unit, wrap_of
+
+VOCABULARY = 17  # that of Net
+PRECISIONS = ("fp32", "bf16")
+FSDPS = ("fsdp2", "fsdp1")
+
+
+class Perceptron(nn.Module):
+    """Linear layers only: nothing in it makes a host wait for its device."""
+
+    def __init__(self, width: int = 128, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def language_model() -> nn.Module:
+    """The same weights in every process: a tiny Qwen2 if transformers is installed, else a small transformer."""
+    torch.manual_seed(0)
+    return _qwen2() if importlib.util.find_spec("transformers") else Net()
+
+
+def _qwen2() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=136,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    model: nn.Module = Qwen2ForCausalLM(config)
+    return model
+
+
+def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Of whichever of the two models it is."""
+    out = model(tokens)
+    logits: torch.Tensor = getattr(out, "logits", out)
+    return logits
+
+
+def shard(model: nn.Module, fsdp: str, precision: str, device: torch.device, world_size: int) -> nn.Module:
+    """The model on ``device``, one unit per layer and one for the rest. Collective."""
+    mesh = init_device_mesh(device.type, (world_size,))
+    dtypes = (torch.bfloat16, torch.float32) if precision == "bf16" else None
+    kind = "fsdp1-orig" if fsdp == "fsdp1" else fsdp
+    return by_unit(model.to(device), wrap_of(kind, mesh, dtypes=dtypes, device=device))
+
+
+# One loop, and the same in one process. In every step the ranks have one to three microbatches, and one has none
+
 
 TIMEOUT_S = 60.0
 End = Callable[[nn.Module, torch.optim.Optimizer], object]
@@ -98,3 +163,235 @@ def train(rank: Rank, model: nn.Module, steps: int, end: End = step) -> list[flo
             dist.all_reduce(total)
             losses.append(float(total) / count)
     return losses
+
+
+STEPS, QUICK_STEPS = 8, 3
+TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
+
+
+def check_sft(setting: Setting) -> Report:
+    """Check ``sft``: fine-tuning under ODC has the losses of one process that trains alone.
+
+    A small language model, FSDP2 and FSDP1, fp32 and bf16 mixed precision. In every step the ranks have one to three
+    microbatches each, and one of them has none. The reference trains in float64, without FSDP and without ODC, on the
+    same microbatches.
+    """
+    steps = QUICK_STEPS if setting.quick else STEPS
+    errors: dict[str, float] = {}
+    for world_size in setting.worlds:
+        wanted, cells = run_ranks(setting, world_size, train_all, steps)[0]
+        for name, losses in cells.items():
+            key = f"{name}, {world_size} ranks"
+            errors[key] = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
+            limit = TOLERANCES[name.split()[1]]
+            require(errors[key] <= limit, f"{key}: losses {losses}, reference {wanted}: off by {errors[key]:.1e}")
+    worst = {p: max(error for key, error in errors.items() if f" {p}," in key) for p in PRECISIONS}
+    text = f"largest relative error of a loss {worst['fp32']:.0e} in fp32, {worst['bf16']:.0e} in bf16"
+    return Report(text, {"steps": steps, "errors": errors})
+
+
+def train_all(rank: Rank, steps: int) -> tuple[list[float], dict[str, list[float]]]:
+    """Losses of the reference (rank 0 only), and of each way to shard."""
+    wanted = (
+        train_alone(language_model().to(rank.device), microbatches_of_all(rank.world_size, steps))
+        if rank.rank == 0
+        else []
+    )
+    rank.meet()
+    cells = {}
+    for fsdp in FSDPS:
+        for precision in PRECISIONS:
+            model = shard(language_model(), fsdp, precision, rank.device, rank.world_size)
+            cells[f"{fsdp} {precision}"] = train(rank, model, steps)
+            rank.meet()
+    return wanted, cells
+
+
+FORM_STEPS, QUICK_FORM_STEPS = 6, 3
+_FLOAT8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FLOAT8).max
+_aten = torch.ops.aten
+
+
+def shard_by_fsdp2(model: nn.Module, rank: Rank, **options: Any) -> nn.Module:
+    """One unit per layer and one for the rest. Collective."""
+    options.setdefault("mesh", init_device_mesh(rank.device.type, (rank.world_size,)))
+    return by_unit(model.to(rank.device), lambda module: fully_shard(module, **options))
+
+
+def offloaded(model: nn.Module, rank: Rank) -> nn.Module:
+    return shard_by_fsdp2(model, rank, offload_policy=CPUOffloadPolicy(pin_memory=rank.device.type == "cuda"))
+
+
+@torch.no_grad()
+def step_and_change(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Some by an operation that torch counts, others past it."""
+    step(model, optimizer)
+    for number, parameter in enumerate(model.parameters()):
+        (parameter.data if number % 2 else parameter).mul_(0.99)
+
+
+def replicated(model: nn.Module, rank: Rank) -> nn.Module:
+    return shard_by_fsdp2(model, rank, mesh=_mesh_of_replicas(rank))
+
+
+def _mesh_of_replicas(rank: Rank) -> DeviceMesh:
+    return init_device_mesh(rank.device.type, (2, rank.world_size // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def on_two_meshes(model: nn.Module, rank: Rank) -> nn.Module:
+    """The first layer has replicas."""
+    replicas = _mesh_of_replicas(rank)
+    everyone = init_device_mesh(rank.device.type, (rank.world_size,))
+    model = model.to(rank.device)
+    for modules, index in list(blocks_of(model)):
+        fully_shard(modules[index], mesh=everyone if index else replicas)
+    fully_shard(model, mesh=everyone)
+    return model
+
+
+def _rounded(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (weight * scale).clamp(-_LARGEST, _LARGEST).to(_FLOAT8)
+
+
+class Float8(torch.Tensor):
+    """A weight that travels in float8 with one scale for all of it, as torchao's."""
+
+    high: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, high: torch.Tensor) -> Float8:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, high.size(), strides=high.stride(), dtype=high.dtype, device=high.device
+        )
+        assert isinstance(made, cls)
+        return made
+
+    def __init__(self, high: torch.Tensor) -> None:
+        self.high = high
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["high"], None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Float8({self.high})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Float8, lambda one: one.high, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, cls, result) if func in _KEPT else result
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+        largest = self.high.abs().max()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group())
+        scale = _LARGEST / largest
+        return (_rounded(self.high, scale),), (scale,)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        full = outputs[0].to(dtype) / metadata[0].to(dtype)
+        if out is None:
+            return full, (full,)
+        with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(out):
+            out.copy_(full)
+        return None
+
+
+_KEPT = {
+    *(_aten.detach.default, _aten.clone.default, _aten.empty_like.default, _aten.new_zeros.default),
+    *(_aten.view.default, _aten.as_strided.default, _aten.slice.Tensor, _aten.split.Tensor),
+    *(_aten.copy_.default, _aten._to_copy.default),
+}
+
+
+def _linear_layers(model: nn.Module) -> list[nn.Linear]:
+    """Inside the blocks."""
+    return [m for modules, i in blocks_of(model) for m in modules[i].modules() if isinstance(m, nn.Linear)]
+
+
+def in_float8(model: nn.Module, rank: Rank) -> nn.Module:
+    model = model.to(rank.device)
+    for module in _linear_layers(model):
+        module.weight = nn.Parameter(Float8(module.weight.detach()))
+    return shard_by_fsdp2(model, rank)
+
+
+class _Rounding(nn.Module):
+    """The same in one process: the forward has the rounded weight, the gradient is that weight's."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        scale = _LARGEST / weight.detach().abs().max()
+        rounded = _rounded(weight.detach(), scale).to(weight.dtype) / scale
+        return weight + (rounded - weight.detach())
+
+
+def _round_weights(model: nn.Module) -> None:
+    for module in _linear_layers(model):
+        nn.utils.parametrize.register_parametrization(module, "weight", _Rounding())
+
+
+def _as_it_is(model: nn.Module) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model is sharded and a step ended, and how the same is done in one process."""
+
+    shard: Callable[[nn.Module, Rank], nn.Module]
+    end: End = step
+    end_alone: End = step
+    alone: Callable[[nn.Module], object] = _as_it_is
+    world_size: int = 2
+    tolerance: float = 1e-5
+
+
+FORMS = {
+    "steps by unit": Form(shard_by_fsdp2, end=odc.step_by_unit),
+    "changed between steps": Form(shard_by_fsdp2, end=step_and_change, end_alone=step_and_change),
+    # A weight in the middle of two numbers of float8 may be rounded the other way.
+    "float8 travels": Form(in_float8, alone=_round_weights, tolerance=1e-3),
+    "parameters on the CPU": Form(offloaded),
+    "replicas": Form(replicated, world_size=4),
+    "two meshes": Form(on_two_meshes, world_size=4),
+}
+
+
+def check_forms(setting: Setting) -> Report:
+    """Check ``forms``: further models and ways to end a step train under ODC as one process does.
+
+    As ``sft``, each form for itself: steps by unit; parameters that a script changes between steps; weights of which
+    float8 travels, by FSDP2's all-gather extension, with a collective in it; parameters that are kept on the CPU;
+    replicas and several meshes of one model, both on four ranks.
+    """
+    steps = QUICK_FORM_STEPS if setting.quick else FORM_STEPS
+    errors: dict[str, float] = {}
+    failures = []
+    for name, form in FORMS.items():
+        try:
+            wanted, losses = run_ranks(setting, form.world_size, train_form, form, steps)[0]
+        except CheckFailedError as failure:
+            failures.append(f"{name}: {failure}")
+            continue
+        errors[name] = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
+        if not errors[name] <= form.tolerance:
+            failures.append(f"{name}: losses {losses}, reference {wanted}: off by {errors[name]:.1e}")
+    data = {"steps": steps, "errors": errors}
+    if failures:
+        raise CheckFailedError("; ".join(failures), data)
+    exact = max(error for name, error in errors.items() if FORMS[name].tolerance == Form.tolerance)
+    figures = f"{len(errors)} forms; largest relative error of a loss {exact:.0e}"
+    return Report(f"{figures}, with float8 {errors['float8 travels']:.0e}", data)
+
+
+def train_form(rank: Rank, form: Form, steps: int) -> tuple[list[float], list[float]]:
+    """Losses of one process (rank 0 only), and of all ranks."""
+    wanted = []
+    if rank.rank == 0:
+        model = language_model()
+        form.alone(model)
+        wanted = train_alone(model.to(rank.device), microbatches_of_all(rank.world_size, steps), form.end_alone)
+    rank.meet()
+    return wanted, train(rank, form.shard(language_model(), rank), steps, form.end)

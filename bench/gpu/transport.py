@@ -1,24 +1,23 @@
-"""Check ``transport``: memory, order and engine of a transport between processes, and what it leaves behind.
-
-What threads of one process can show is shown on every run of the tests. Here every rank is a process with a CUDA
-context of its own: memory by IPC handles, words in registered host memory, kernels on peers' addresses.
-"""
+"""Checks ``transport`` and ``nvshmem``: memory, order and engine of a transport between processes."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from odc.bench.gpu.device import on_a_stream
+from odc.bench.gpu.protocol import check_protocol, check_soak
 from odc.bench.gpu.setting import Report, Setting, require, run_ranks
 from odc.bench.gpu.streams import streams_of
-from odc.bench.harness.ranks import Rank
+from odc.bench.harness.ranks import NotRunError, Rank
+from odc.config import nvshmem_heap_bytes, set_nvshmem_heap_bytes
 from odc.engines.base import COPY_ENGINE, Addition, Part, TransferTable
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology
@@ -36,18 +35,20 @@ _KEEPS_ITS_MEMORY = ("nvshmem",)  # until the process ends: its heap is one per 
 
 
 def check(setting: Setting) -> Report:
-    data: dict[str, Any] = {}
-    for world_size in setting.worlds:
-        data[f"{world_size} ranks"] = run_ranks(setting, world_size, conformance)[0]
-    largest = data[f"{max(setting.worlds)} ranks"]
-    kept = largest["kept_bytes"]
+    """Check ``transport``: memory, order and engine of a transport between processes, and what it leaves behind.
+
+    What threads of one process can show is shown on every run of the tests. Here every rank is a process with a CUDA
+    context of its own: memory by IPC handles, words in registered host memory, kernels on peers' addresses.
+    """
+    data = {f"{world} ranks": run_ranks(setting, world, conformance)[0] for world in setting.worlds}
+    kept = data[f"{max(setting.worlds)} ranks"]["kept_bytes"]
     memory = "nothing is asked" if kept is None else f"{kept / 2**20:.0f} MiB kept"
     return Report(f"{len(PARTS)} parts on {', '.join(map(str, setting.worlds))} ranks; after close {memory}", data)
 
 
 def conformance(rank: Rank) -> dict[str, Any]:
     """All parts on one transport, then opening and closing it several times."""
-    with _transport(rank) as transport:
+    with open_transport(rank, _RESERVED_BYTES) as transport:
         for part in PARTS:
             part(rank, transport)
             rank.meet()
@@ -55,14 +56,14 @@ def conformance(rank: Rank) -> dict[str, Any]:
 
 
 @contextmanager
-def _transport(rank: Rank) -> Any:
-    """An open, sealed transport. Collective."""
+def open_transport(rank: Rank, reserved_bytes: int) -> Iterator[Transport]:
+    """An open, sealed transport; devices reserve so much memory. Collective."""
     exchange = ProcessGroupExchange()
     topology = Topology.discover(exchange)
     chosen = registry.choose(rank.place.transport, topology, rank.device, exchange)
     transport = chosen(exchange, topology, _TIMEOUT_S)
     try:
-        num_bytes = _RESERVED_BYTES if rank.device.type == "cuda" else 1 << 20
+        num_bytes = reserved_bytes if rank.device.type == "cuda" else 1 << 20
         transport.open(num_signals=8, num_locks=1, num_bytes=num_bytes)
         transport.seal()
         yield transport
@@ -294,7 +295,7 @@ def _num_descriptors() -> int:
 
 def _open_and_close(rank: Rank) -> None:
     num_bytes = _BUFFER_BYTES if rank.device.type == "cuda" else 1 << 16
-    with _transport(rank) as transport:
+    with open_transport(rank, _RESERVED_BYTES) as transport:
         transport.allocate(num_bytes, "leak")
         _idle(rank, transport)
     rank.meet()
@@ -310,3 +311,36 @@ def _free_bytes(rank: Rank) -> int | None:
     free = torch.cuda.mem_get_info(rank.device)[0]
     rank.meet()
     return free
+
+
+NAME = "nvshmem"
+_SOAK_MINIBATCHES = 200
+_HEAP_BYTES = 8 << 30  # it is never given back, and a check makes a runtime per case
+
+
+def why_no_nvshmem(setting: Setting) -> str | None:
+    """Why NVSHMEM cannot be checked here, or None."""
+    if NAME not in registry.names():
+        return "this version has no transport of that name"
+    if not setting.owns_gpus(min(setting.worlds)):
+        return f"needs a GPU per rank: {setting.num_gpus} for {min(setting.worlds)} ranks (several share one under MPS)"
+    return None
+
+
+def check_nvshmem(setting: Setting) -> Report:
+    """Check ``nvshmem``: the checks of a transport's memory, order and protocol, for the transport of that name.
+
+    On one host, where NVSHMEM maps its heap; what goes through a network card needs two hosts: bench/slurm.
+    """
+    reason = why_no_nvshmem(setting)
+    if reason is not None:
+        raise NotRunError(reason)
+    worlds = tuple(world for world in setting.worlds if setting.owns_gpus(world))
+    minibatches = min(setting.minibatches, _SOAK_MINIBATCHES)
+    chosen = replace(setting, transport=NAME, worlds=worlds, minibatches=minibatches, quick=True)
+    if nvshmem_heap_bytes() is None:
+        set_nvshmem_heap_bytes(_HEAP_BYTES)
+    checks = {"transport": check, "protocol": check_protocol, "soak": check_soak}
+    parts = {name: run(chosen) for name, run in checks.items()}
+    text = f"memory, order, protocol and soak on {', '.join(map(str, worlds))} ranks"
+    return Report(text, {name: report.data for name, report in parts.items()})

@@ -19,28 +19,10 @@ from gpu_settings import HERE, LONG_BUSY_S, STREAMS, WITHIN
 from kernel_cases import interpreted
 from kernel_recorder import launched_variant, record_launches, variants
 
-from odc.bench.gpu import (
-    bandwidth,
-    forms,
-    hangs,
-    host_time,
-    items,
-    kernel_speed,
-    kernels,
-    late_binding,
-    no_host_sync,
-    overlap,
-    protocol,
-    sft,
-    soak,
-    training,
-    transport,
-    uneven,
-)
-from odc.bench.gpu.minibatches import Case, RandomRun
+from odc.bench.gpu import bandwidth, kernels, protocol, speed, training, transport, uneven, waiting
+from odc.bench.gpu.bandwidth import transfer_report
 from odc.bench.gpu.setting import CheckFailedError, Setting, run_ranks
-from odc.bench.gpu.streams import HostStreams
-from odc.bench.gpu.transfers import transfer_report
+from odc.bench.gpu.streams import Case, HostStreams, RandomRun
 from odc.bench.harness.ranks import Rank
 from odc.bench.harness.results import markdown
 from odc.engines.base import TransferTable
@@ -53,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("server_of_all_tests", "ranks_find_the_sett
 
 
 def test_protocol() -> None:
-    report = protocol.check(STREAMS)
+    report = protocol.check_protocol(STREAMS)
     assert report.data["2 ranks"]["cases"] == 2 * 3
     assert report.data["2 ranks"]["comparisons"] > 20
     assert report.data["violations seen without order"] > 0
@@ -75,33 +57,33 @@ def run_adversary(rank: Rank) -> None:
 
 
 def test_items() -> None:
-    report = items.check(replace(STREAMS, worlds=(2, 3)))
+    report = protocol.check_items(replace(STREAMS, worlds=(2, 3)))
     assert report.figures.startswith("16 rounds, ")
     assert min(rank["comparisons"] for rank in report.data["3 ranks"]) > 10
-    assert all(rank["memory_bytes"] > 2 * items.CAPACITY_BYTES for ranks in report.data.values() for rank in ranks)
+    assert all(rank["memory_bytes"] > 2 * protocol.CAPACITY_BYTES for ranks in report.data.values() for rank in ranks)
 
 
 @pytest.mark.extended
 def test_items_see_a_lost_order() -> None:
     with pytest.raises(CheckFailedError, match="ranks: item .* of round"):
-        items.check(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
+        protocol.check_items(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
 
 
 def test_a_stream_of_the_fake_that_waits_for_ever_is_no_finding_about_items() -> None:
     expected = r"FakeDeviceError: a stream of the fake has failed: the fake's stream '\w+' waits for \d+ in the word at"
     with pytest.raises(CheckFailedError, match=expected):
-        items.check(replace(STREAMS, prepare=f"{HERE}:lose_the_words_of_a_signal"))
+        protocol.check_items(replace(STREAMS, prepare=f"{HERE}:lose_the_words_of_a_signal"))
 
 
 def test_soak() -> None:
-    report = soak.check(replace(STREAMS, worlds=(2, 4)))
+    report = protocol.check_soak(replace(STREAMS, worlds=(2, 4)))
     assert report.data["ranks"] == 4
     assert report.figures.startswith("3 clients, 8 minibatches")
 
 
 def test_soak_sees_a_lost_push() -> None:
     with pytest.raises(CheckFailedError, match="daemon: .* elements of sums"):
-        soak.check(replace(STREAMS, prepare=f"{HERE}:lose_a_push"))
+        protocol.check_soak(replace(STREAMS, prepare=f"{HERE}:lose_a_push"))
 
 
 @pytest.mark.parametrize("setting", [STREAMS, WITHIN], ids=lambda setting: str(setting.transport))
@@ -167,48 +149,48 @@ def test_a_device_that_waits_for_a_slow_one_is_seen(
 
     monkeypatch.setattr(uneven, "measure_plan", measured)
     with pytest.raises(CheckFailedError) as failure:
-        uneven.check(STREAMS)
+        uneven.check_uneven(STREAMS)
     late = [f"{plan.name}, daemon: {of_own:.2f} and {of_longest:.2f}" for plan in uneven.plans(2)]
     assert str(failure.value).endswith(f"at most 1.15: {'; '.join(late)}")
     assert len(failure.value.data[failure.value.tables[0].rows]) == 4
     of_own = of_longest = 1.0
-    assert "at most 1.00 times" in uneven.check(STREAMS).figures
+    assert "at most 1.00 times" in uneven.check_uneven(STREAMS).figures
 
 
 def test_hosts_run_ahead() -> None:
-    report = no_host_sync.check(replace(STREAMS, prepare=f"{HERE}:be_busy_until_the_host_waits"))
+    report = waiting.check_no_host_sync(replace(STREAMS, prepare=f"{HERE}:be_busy_until_the_host_waits"))
     assert all(float(report.data[mode]) < LONG_BUSY_S for mode in ("direct", "deterministic"))
 
 
 def test_a_host_that_waits_is_seen() -> None:
     with pytest.raises(CheckFailedError, match="the host took .* as long as its stream was busy"):
-        no_host_sync.check(replace(STREAMS, prepare=f"{HERE}:wait_in_finish"))
+        waiting.check_no_host_sync(replace(STREAMS, prepare=f"{HERE}:wait_in_finish"))
 
 
-def survive_when_awaited(waiting: str, rank: Rank) -> dict[str, Any]:
-    """``hangs.survive``, where rank 1 dies when rank 0's host waits for its stream, however long that takes."""
+def survive_when_awaited(marker: str, rank: Rank) -> dict[str, Any]:
+    """``waiting.survive``, where rank 1 dies when rank 0's host waits for its stream, however long that takes."""
     synchronize, calls = HostStreams.synchronize, list[int]()
 
     def tell_and_synchronize(self: HostStreams) -> None:
         calls.append(1)
         if len(calls) == 2:
-            Path(waiting).touch()
+            Path(marker).touch()
         synchronize(self)
 
     def sleep(_: float) -> None:
-        while not Path(waiting).exists():
+        while not Path(marker).exists():
             time.sleep(0.01)
 
     HostStreams.synchronize = tell_and_synchronize  # type: ignore[method-assign]
-    hangs.time = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)  # type: ignore[assignment]
-    return hangs.survive(rank)
+    waiting.time = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)  # type: ignore[assignment]
+    return waiting.survive(rank)
 
 
 def test_waiting_for_a_device_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hangs, "survive", partial(survive_when_awaited, str(tmp_path / "waiting")))
-    report = hangs.check(STREAMS)
+    monkeypatch.setattr(waiting, "survive", partial(survive_when_awaited, str(tmp_path / "waiting")))
+    report = waiting.check_hangs(STREAMS)
     assert report.data["killed_peer"]["how"] == "synchronize returned"
-    assert report.data["killed_peer"]["seconds"] < hangs.FREED_LIMIT_S
+    assert report.data["killed_peer"]["seconds"] < waiting.FREED_LIMIT_S
     assert "PeerDiedError" in report.data["killed_peer"]["next"]
 
 
@@ -217,7 +199,7 @@ def test_waiting_for_a_device_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.extended
 def test_sft() -> None:
-    report = sft.check(WITHIN)
+    report = training.check_sft(WITHIN)
     assert len(report.data["errors"]) == 4
     assert 0 < max(report.data["errors"].values()) < 1e-2
 
@@ -225,34 +207,34 @@ def test_sft() -> None:
 @pytest.mark.extended
 def test_sft_sees_a_lost_push() -> None:
     with pytest.raises(CheckFailedError, match="fsdp. fp32, 2 ranks: losses .* off by"):
-        sft.check(replace(WITHIN, prepare=f"{HERE}:lose_a_push"))
+        training.check_sft(replace(WITHIN, prepare=f"{HERE}:lose_a_push"))
 
 
 @pytest.mark.extended
 def test_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is right, and one whose reference does something else."""
-    wrong = forms.Form(forms.shard, end=forms.step_and_change)
-    monkeypatch.setattr(forms, "FORMS", {"float8 travels": forms.FORMS["float8 travels"], "wrong": wrong})
+    wrong = training.Form(training.shard_by_fsdp2, end=training.step_and_change)
+    monkeypatch.setattr(training, "FORMS", {"float8 travels": training.FORMS["float8 travels"], "wrong": wrong})
     with pytest.raises(CheckFailedError, match="^wrong: losses .*: off by ") as failed:
-        forms.check(WITHIN)
+        training.check_forms(WITHIN)
     assert failed.value.data["errors"]["float8 travels"] < 1e-4
 
 
 @pytest.mark.extended  # what each form does has tests of its own
 def test_all_forms() -> None:
-    assert forms.check(WITHIN).figures.startswith("6 forms; ")
+    assert training.check_forms(WITHIN).figures.startswith("6 forms; ")
 
 
 @pytest.mark.extended
 def test_late_binding() -> None:
-    report = late_binding.check(WITHIN)
+    report = uneven.check_late_binding(WITHIN)
     assert report.data["2 ranks"]["taken"] > 0
 
 
 @pytest.mark.extended
 def test_late_binding_sees_a_sample_that_two_ranks_compute() -> None:
     with pytest.raises(CheckFailedError, match="2 ranks: a sample was computed twice"):
-        late_binding.check(replace(WITHIN, prepare=f"{HERE}:take_and_leave"))
+        uneven.check_late_binding(replace(WITHIN, prepare=f"{HERE}:take_and_leave"))
 
 
 def test_sft_has_ranks_without_a_microbatch() -> None:
@@ -282,13 +264,14 @@ def test_measured_transfers_become_a_table(tmp_path: Path) -> None:
 
 def test_matmuls_beside_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted; one after the other, so neither is slower. What a GPU makes of it stays open."""
-    monkeypatch.setitem(host_time.LAYERS, "7B", (8, 8, 16))
-    monkeypatch.setattr(overlap, "SIDE", 16)
-    monkeypatch.setattr(overlap, "WIDTHS", ((2, 8),))
+    monkeypatch.setitem(speed.LAYERS, "7B", (8, 8, 16))
+    monkeypatch.setattr(speed, "SIDE", 16)
+    monkeypatch.setattr(speed, "WIDTHS", ((2, 8),))
     with interpreted() as k:
-        for name in ("gather_parts", "scatter_accumulate_parts", "PartRows", "PeerTable"):
-            monkeypatch.setattr(overlap, name, getattr(k.parts, name))
-        rows = overlap.measure(SimpleNamespace(device=torch.device("cpu")), 1)  # type: ignore[arg-type]
+        monkeypatch.setattr(kernels, "PartRows", k.parts.PartRows)
+        for name in ("gather_parts", "scatter_accumulate_parts", "PeerTable"):
+            monkeypatch.setattr(speed, name, getattr(k.parts, name))
+        rows = speed.measure_overlap(SimpleNamespace(device=torch.device("cpu")), 1)  # type: ignore[arg-type]
     assert [(row["owners"], row["transfer"]) for row in rows] == [
         ("device", "gather"),
         ("device", "push"),
@@ -303,15 +286,15 @@ def of_speed(ratio: float, judged: bool = True) -> dict[str, Any]:
 
 
 def test_kernels_are_judged_by_their_floor() -> None:
-    assert "at most 1.10" in kernel_speed.report([of_speed(1.1), of_speed(2.0, judged=False)]).figures
+    assert "at most 1.10" in speed.kernels_report([of_speed(1.1), of_speed(2.0, judged=False)]).figures
     with pytest.raises(CheckFailedError, match="accumulate at 64 MB: 1.20") as failure:
-        kernel_speed.report([of_speed(1.1), of_speed(1.2)])
+        speed.kernels_report([of_speed(1.1), of_speed(1.2)])
     assert [row["ratio"] for row in failure.value.data["rows"]] == [1.1, 1.2]
 
 
-@pytest.mark.parametrize("name", [candidate.name for candidate in kernel_speed.candidates()])
+@pytest.mark.parametrize("name", [candidate.name for candidate in speed.candidates()])
 def test_bytes_that_a_kernel_must_move(name: str) -> None:
-    candidate = next(c for c in kernel_speed.candidates() if c.name == name)
+    candidate = next(c for c in speed.candidates() if c.name == name)
     per_element = {"accumulate fp32": 12, "accumulate bf16": 10, "fill": 4}
     per_element |= {f"scatter_accumulate_parts, {count}": 10 for count in (1, 12)}
     expected = per_element.get(name, 6 if "bf16" in name else 8)

@@ -24,17 +24,29 @@ import torch
 from gpu_settings import HAS_GPU, ROOT, STREAMS, WITHIN
 from typer.testing import CliRunner
 
-from odc.bench.gpu import (
-    gpu,
-    isolation,
-    kernels,
-    nvshmem,
-    transport,
+from odc.bench.gpu import gpu, kernels, setting, transport
+from odc.bench.gpu.gpu import (
+    ALL_GREEN,
+    CHECKS,
+    SOME_FAILED,
+    SOME_NOT_RUN,
+    UNUSABLE,
+    Check,
+    exit_code,
+    run_checks,
+    select,
 )
-from odc.bench.gpu.catalogue import CHECKS, Check, select
-from odc.bench.gpu.gpu import ALL_GREEN, SOME_FAILED, SOME_NOT_RUN, UNUSABLE, exit_code, run_checks
-from odc.bench.gpu.isolation import FAILED, NOT_RUN, PASSED, Outcome, run_isolated
-from odc.bench.gpu.setting import CheckFailedError, Report, Setting, run_ranks
+from odc.bench.gpu.setting import (
+    FAILED,
+    NOT_RUN,
+    PASSED,
+    CheckFailedError,
+    Outcome,
+    Report,
+    Setting,
+    run_isolated,
+    run_ranks,
+)
 from odc.bench.harness.benchmark import Column, Run, Table
 from odc.bench.harness.ranks import NotRunError, Rank, process_of_fork_server, resolve
 from odc.cli.app import app
@@ -140,7 +152,7 @@ def test_one_check_stops_no_other(
             _wait_until(lambda: all(rank.exists() and rank.read_text() for rank in ranks))
         return wait(objects, limit_s)
 
-    monkeypatch.setattr(isolation, "wait", wait_for_ranks_first)
+    monkeypatch.setattr(setting, "wait", wait_for_ranks_first)
     checks = [check_of(name) for name in ("failing", "erring", "not_here", "crashing")]
     checks += [check_of("hanging", 5.0), check_of("passing"), check_of("passing", why_not=lambda s: "one GPU only")]
     run = Run(is_quiet=False, json=tmp_path / "deep" / "results.json")
@@ -229,7 +241,7 @@ def test_what_one_gpu_cannot_show_is_not_run() -> None:
     assert [many.device(rank).index for rank in (0, 3)] == [0, 3]
     assert [one.device(rank).index for rank in (0, 3)] == [0, 0]
     with pytest.raises(NotRunError):
-        nvshmem.check(one)
+        transport.check_nvshmem(one)
 
 
 # Ranks
@@ -419,7 +431,7 @@ def test_the_command_line_becomes_a_setting(monkeypatch: pytest.MonkeyPatch) -> 
         return {}
 
     monkeypatch.setattr(gpu, "run_checks", note)
-    monkeypatch.setattr(gpu.machine, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(gpu, "why_no_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     words = ["--ranks", "4,2", "--only", "soak", "--only", "sft", "--minibatches", "300"]
     assert CliRunner().invoke(app, ["bench", "gpu", *words]).exit_code == SOME_NOT_RUN

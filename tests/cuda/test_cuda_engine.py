@@ -18,7 +18,7 @@ from host_cuda import HostCuda
 from kernel_cases import numbers
 from kernel_driver import no_gpu
 
-from odc.bench.gpu import host_time
+from odc.bench.gpu import speed
 from odc.engines.base import COPY_ENGINE, KERNEL, Addition, Part, TransferTable
 from odc.errors import SetupError, UnsupportedError
 from odc.kernels import fill, prepare
@@ -317,10 +317,10 @@ def test_the_table_of_transfers_decides_of_each_part(rig: Rig) -> None:
 
 def test_a_layer_takes_a_launch_and_a_call_for_all_its_copies(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many owners and parameters it has. The check of what a host pays for it has the real shapes."""
-    monkeypatch.setitem(host_time.LAYERS, "tiny", (16, 8, 48))
+    monkeypatch.setitem(speed.LAYERS, "tiny", (16, 8, 48))
     rig.engine.choose_by(TransferTable(((256, KERNEL), (0, COPY_ENGINE))))
     with rig.cuda.running(seed=1):
-        cell = host_time.costs(rig.engine, DEVICE, "tiny", 4, 1)
+        cell = speed.costs(rig.engine, DEVICE, "tiny", 4, 1)
     assert cell["gather"]["median"] > 0
     both = [
         ["_gather_parts_kernel", "copies"],

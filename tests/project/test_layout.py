@@ -106,7 +106,7 @@ def test_a_checkout_needs_no_installed_copy() -> None:
     script = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
-import odc.bench.gpu.catalogue, odc.cli, odc.kernels.chunked
+import odc.bench.gpu.gpu, odc.cli, odc.kernels.chunked
 print(odc.bench.__file__)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

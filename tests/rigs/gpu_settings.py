@@ -75,7 +75,7 @@ def be_busy_until_the_host_waits() -> None:
     that waits, and is done as soon as the host is.
     """
     register_fakes()
-    from odc.bench.gpu import no_host_sync
+    from odc.bench.gpu import waiting
     from odc.bench.gpu.streams import HostStreams
 
     synchronize, is_over = HostStreams.synchronize, threading.Event()
@@ -88,7 +88,7 @@ def be_busy_until_the_host_waits() -> None:
         is_over.set()
         synchronize(self)
 
-    no_host_sync.BUSY_S = LONG_BUSY_S
+    waiting.BUSY_S = LONG_BUSY_S
     HostStreams.delay, HostStreams.synchronize = delay, end_and_synchronize  # type: ignore[method-assign]
 
 
