@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map_only
 import odc
 from odc.bench.gpu.setting import CheckFailedError, Report, Setting, require, run_ranks
 from odc.bench.harness.ranks import Rank
-from odc.bench.proof.conformance.training import Net
+from odc.bench.proof.conformance.training import network
 from odc.bench.proof.sharding import blocks_of, by_unit, wrap_of
 
-VOCABULARY = 17  # that of Net
+VOCABULARY = 17  # that of network()
 PRECISIONS = ("fp32", "bf16")
 FSDPS = ("fsdp2", "fsdp1")
 
@@ -42,7 +42,7 @@ class Perceptron(nn.Module):
 def language_model() -> nn.Module:
     """The same weights in every process: a tiny Qwen2 if transformers is installed, else a small transformer."""
     torch.manual_seed(0)
-    return _qwen2() if importlib.util.find_spec("transformers") else Net()
+    return _qwen2() if importlib.util.find_spec("transformers") else network()
 
 
 def _qwen2() -> nn.Module:

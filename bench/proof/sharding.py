@@ -1,14 +1,14 @@
-"""Both FSDPs by one door, for training scripts that differ in nothing else."""
+"""What training scripts of proofs share: both FSDPs by one door, the shape of a language model, and its tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
@@ -19,6 +19,56 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 Wrap = Callable[[nn.Module], Any]
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, head. Weights are drawn in this order."""
+
+    def __init__(self, vocabulary: int, width: int, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.logits(tokens, self.blocks)
+
+    def logits(self, tokens: torch.Tensor, blocks: Iterable[nn.Module]) -> torch.Tensor:
+        """By way of some of the blocks, one after the other."""
+        x = self.embed(tokens)
+        for block in blocks:
+            x = block(x)
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+def as_if_trained(model: nn.Module) -> None:
+    """No parameter is constant, in particular not zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def tokens_of(step: int, rank: int, microbatch: int, vocabulary: int, shape: tuple[int, int]) -> torch.Tensor:
+    """Every step, rank and microbatch has its own."""
+    generator = torch.Generator().manual_seed(10007 * step + 101 * rank + microbatch)
+    return torch.randint(0, vocabulary, shape, generator=generator)
+
+
+def mesh_of(world_size: int, *, is_replicated: bool = False) -> DeviceMesh:
+    """All ranks in one shard group; or in shard groups of two, which are replicas. Collective."""
+    if is_replicated:
+        return init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (world_size,))
+
+
+def local_gradients(grads: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
+    """A copy of this rank's part of each; a parameter that has none is left out."""
+    return {
+        name: (grad.to_local() if isinstance(grad, DTensor) else grad).clone()
+        for name, grad in grads
+        if grad is not None and grad.numel()
+    }
 
 
 def wrap_of(

@@ -13,11 +13,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from typer.testing import CliRunner
 
 import odc
-from odc.bench.proof.conformance import comparison, launch, training
-from odc.bench.proof.conformance.cells import AXES, MEANINGS, Cell, all_cells, select
-from odc.bench.proof.conformance.comparison import Outcome
-from odc.bench.proof.conformance.launch import run_cells
-from odc.bench.proof.conformance.report import COLUMNS, ROW, write_markdown
+from odc.bench.proof.conformance import benchmark, training
+from odc.bench.proof.conformance.benchmark import COLUMNS, ROW, run_cells, write_markdown
+from odc.bench.proof.conformance.training import AXES, MEANINGS, Cell, Outcome, all_cells, select
+from odc.bench.proof.groups import Prepare
 from odc.cli.app import app
 from odc.fsdp_patch.publishing import Turns
 from odc.fsdp_patch.session import Session
@@ -59,15 +58,15 @@ def latin_square() -> list[Cell]:
 STEPS, NUM_BLOCKS = 3, 1
 
 
-def shorten(rank: int, prepare: launch.Prepare | None = None) -> None:
+def shorten(rank: int, prepare: Prepare | None = None) -> None:
     """In a rank: train a smaller model for fewer steps than the committed table was made with."""
-    training.STEPS = comparison.STEPS = STEPS
+    training.STEPS = STEPS
     training.NUM_BLOCKS = NUM_BLOCKS
     if prepare is not None:
         prepare(rank)
 
 
-def check_against_the_table(cells: list[Cell], prepare: launch.Prepare | None = None) -> None:
+def check_against_the_table(cells: list[Cell], prepare: Prepare | None = None) -> None:
     """Every cell passes or is refused with a reason, as the committed table says."""
     committed = read_statuses(TABLE.read_text())
     for outcome in run_cells(cells, prepare=prepare):
@@ -141,7 +140,7 @@ def patch_nothing(rank: int) -> None:
 further = functools.partial(pytest.param, marks=pytest.mark.extended)
 
 
-def short(prepare: launch.Prepare) -> launch.Prepare:
+def short(prepare: Prepare) -> Prepare:
     return functools.partial(shorten, prepare=prepare)
 
 
@@ -162,7 +161,7 @@ def short(prepare: launch.Prepare) -> launch.Prepare:
         ),
     ],
 )
-def test_a_wrong_run_fails_its_cells(words: str, prepare: launch.Prepare, reason: str) -> None:
+def test_a_wrong_run_fails_its_cells(words: str, prepare: Prepare, reason: str) -> None:
     cells = cells_of(words)
     assert [cell.fsdp for cell in cells] == list(AXES["FSDP"])
     for outcome in run_cells(cells, prepare=prepare):
@@ -212,7 +211,7 @@ def begin_after(marker: Path, rank: int) -> None:
 
 
 def test_no_result_in_time_fails_the_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(launch, "CELL_LIMIT_S", 0.0)
+    monkeypatch.setattr(benchmark, "CELL_LIMIT_S", 0.0)
     marker = tmp_path / "over"
     cells, prepare = cells_of("fsdp2 fp32 full 1 clip"), functools.partial(begin_after, marker)
     (outcome,) = run_cells(cells, lambda outcome: marker.touch(), prepare)

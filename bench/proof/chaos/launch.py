@@ -14,12 +14,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from odc.bench.proof.chaos.script import WRONG_NUMBERS
-from odc.bench.proof.chaos.server import KILL, order
+from odc.bench.proof.chaos.script import KILL, WRONG_NUMBERS, order
 from odc.bench.proof.chaos.trials import DIFFER, STORE, Trial
 
 TRIAL_LIMIT_S = 60.0  # from its start, whatever happens
@@ -82,7 +83,7 @@ class Ranks:
     """A warm process that forks the ranks of one trial after the other. Close it."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "odc.bench.proof.chaos.server"]
+        command = [sys.executable, "-m", "odc.bench.proof.chaos.script"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self._rest = b""
         if not self._next(TRIAL_LIMIT_S):
@@ -172,37 +173,24 @@ def run_trials(
     trials: Sequence[Trial], on_outcome: Callable[[Outcome], None] = lambda _: None, jobs: int = 2
 ) -> list[Outcome]:
     """Run trials, ``jobs`` of them side by side; the outcomes in the order of ``trials``."""
-    waiting: queue.SimpleQueue[Trial] = queue.SimpleQueue()
-    for trial in trials:
-        waiting.put(trial)
-    outcomes: dict[int, Outcome] = {}
-    problems: list[BaseException] = []
+    free: queue.SimpleQueue[Ranks] = queue.SimpleQueue()
     lock = threading.Lock()
 
-    def work() -> None:
+    def run(trial: Trial) -> Outcome:
+        ranks = free.get()
         try:
-            ranks = Ranks()
-            try:
-                while not problems:
-                    outcome = ranks.run(waiting.get_nowait())
-                    with lock:
-                        outcomes[outcome.trial.number] = outcome
-                        on_outcome(outcome)
-            finally:
-                ranks.close()
-        except queue.Empty:
-            return
-        except BaseException as problem:
-            problems.append(problem)
+            outcome = ranks.run(trial)
+        finally:
+            free.put(ranks)
+        with lock:
+            on_outcome(outcome)
+        return outcome
 
-    threads = [threading.Thread(target=work, name="odc-chaos") for _ in range(min(jobs, len(trials)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise problems[0]
-    return [outcomes[trial.number] for trial in trials]
+    with ExitStack() as stack:
+        for _ in range(min(jobs, len(trials))):
+            free.put(stack.enter_context(closing(Ranks())))
+        with ThreadPoolExecutor(jobs, thread_name_prefix="odc-chaos") as pool:
+            return list(pool.map(run, trials))
 
 
 def judge(trial: Trial, seen: _Seen) -> Outcome:

@@ -1,13 +1,24 @@
-"""What every rank of a trial runs: a training script, one rank of which comes to grief in it."""
+"""What every rank of a trial runs: a training script, one rank of which comes to grief in it. And who forks the ranks.
+
+A process that has imported torch and made nothing with it yet forks the ranks of one trial after the other. A rank goes
+on as a script that Python has just started would: its errors end the interpreter, with all that belongs to that. (A
+child of :mod:`multiprocessing` leaves by ``os._exit``, which hides what a process waits for when it ends.) Trials come
+as lines of JSON on standard input; what happens is reported as lines of JSON on standard output.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import json
 import os
+import select
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +28,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import odc
@@ -34,6 +45,7 @@ from odc.bench.proof.chaos.trials import (
     STEPS,
     Trial,
 )
+from odc.bench.proof.sharding import LanguageModel, by_unit, mesh_of, tokens_of, wrap_of
 from odc.config import FAULT, HOST_ID, SHARE, STAGING, TIMEOUT
 from odc.fsdp_patch import fsdp2_in_place
 
@@ -113,30 +125,11 @@ class Block(nn.Module):
         self._at_middle()
         hidden = torch.tanh(self.up(x))
         if hidden.requires_grad:
-            hidden.register_hook(_in_backward(self._at_middle))  # type: ignore[no-untyped-call]
+            hidden.register_hook(lambda gradient: self._at_middle())  # type: ignore[no-untyped-call]
         if self.all_tokens is not None:
             hidden = hidden + self.all_tokens(hidden).mean(1, keepdim=True)
         out: torch.Tensor = x + self.down(hidden)
         return out
-
-
-def _in_backward(at_middle: Callable[[], None]) -> Callable[[torch.Tensor], None]:
-    return lambda gradient: at_middle()
-
-
-class Net(nn.Module):
-    def __init__(self, at_middle: Callable[[], None]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(at_middle) for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
 
 
 def keep_store(folder: Path) -> NoReturn:
@@ -218,17 +211,13 @@ def train(trial: Trial, rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _build(trial: Trial, at_middle: Callable[[], None]) -> Net:
+def _build(trial: Trial, at_middle: Callable[[], None]) -> LanguageModel:
     torch.manual_seed(0)
-    model = Net(at_middle)
+    model = LanguageModel(VOCABULARY, WIDTH, (Block(at_middle) for _ in range(3)))
     for block in model.blocks if "cp" in trial.mesh else ():
         assert isinstance(block, Block)
-        block.all_tokens = _all_here
+        block.all_tokens = lambda tokens: tokens
     return model
-
-
-def _all_here(tokens: torch.Tensor) -> torch.Tensor:
-    return tokens
 
 
 def _part_of_tokens(trial: Trial, rank: int) -> tuple[int, int]:
@@ -237,7 +226,7 @@ def _part_of_tokens(trial: Trial, rank: int) -> tuple[int, int]:
     return (rank >> (len(names) - 1 - names.index("cp")) & 1, 2) if "cp" in names else (0, 1)
 
 
-def _shard_over_mesh(trial: Trial, model: Net) -> nn.Module:
+def _shard_over_mesh(trial: Trial, model: LanguageModel) -> nn.Module:
     names = tuple(trial.mesh.split())
     mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
     over = mesh["dp", "cp"]._flatten("dp_cp") if "cp" in names else mesh[tuple(name for name in names if name != "tp")]
@@ -248,38 +237,19 @@ def _shard_over_mesh(trial: Trial, model: Net) -> nn.Module:
             block.all_tokens = lambda tokens: AllTokens.apply(tokens, 1, group)  # type: ignore[no-untyped-call]
         if "tp" in names:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(block, mesh=over)
-    fully_shard(model, mesh=over)
-    return model
+    return by_unit(model, wrap_of(trial.fsdp, over))
 
 
-def _shard(trial: Trial, model: Net) -> nn.Module:
+def _shard(trial: Trial, model: LanguageModel) -> nn.Module:
     if trial.mesh:
         return _shard_over_mesh(trial, model)
-    is_hybrid = trial.transport == "replicas"
-    mesh = (
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        if is_hybrid
-        else init_device_mesh("cpu", (trial.world_size,))
-    )
-    if trial.fsdp == "fsdp2":
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model
-    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": trial.fsdp == "fsdp1-orig"}
-    if is_hybrid:
-        options.update(device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = FullyShardedDataParallel(block, **options)
-    return FullyShardedDataParallel(model, **options)
+    return by_unit(model, wrap_of(trial.fsdp, mesh_of(trial.world_size, is_replicated=trial.transport == "replicas")))
 
 
 def _loss(
     trial: Trial, model: nn.Module, step: int, group: int, microbatch: int, part: int = 0, num_parts: int = 1
 ) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10007 * step + 101 * group + microbatch)
-    tokens = torch.randint(0, VOCABULARY, (2, 7 if trial.mesh else 6), generator=generator)
+    tokens = tokens_of(step, group, microbatch, VOCABULARY, (2, 7 if trial.mesh else 6))
     inputs, labels = (some.chunk(num_parts, 1)[part] for some in (tokens[:, :-1], tokens[:, 1:]))
     return nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
 
@@ -314,7 +284,7 @@ def _clip(trial: Trial, model: nn.Module) -> None:
         return
     parts = [list(model.parameters())]
     if trial.mesh:  # torch clips no parameters of several meshes: those beside tensor parallel ones by themselves
-        assert isinstance(model, Net)
+        assert isinstance(model, LanguageModel)
         parts = [list(model.blocks.parameters()), [*model.embed.parameters(), *model.head.parameters()]]
     for parameters in parts:
         torch.nn.utils.clip_grad_norm_(parameters, 0.1)
@@ -351,3 +321,97 @@ def _check(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
         error = float((found[name].double() - value).abs().max() / value.abs().max())
         if not error <= TOLERANCE:
             raise AssertionError(f"{WRONG_NUMBERS}: parameter {name} is off by {error:.1e}")
+
+
+# The process that forks the ranks
+
+
+KILL = "kill"
+_BETWEEN_LOOKS_S = 0.01
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def serve() -> tuple[Trial, int, Path] | None:
+    """Run trials until standard input ends; in each rank's process, what that is to do."""
+    import torch._dynamo  # noqa: F401  # or fully_shard and optimizers, most of a short rank's time
+
+    # What a rank leaves behind becomes our child, wherever it went.
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    gc.collect()
+    gc.freeze()  # or the end of each rank's interpreter copies all of it
+    _report(ready=True)
+    while line := sys.stdin.readline():
+        if line.strip() == KILL:
+            continue  # it came too late, all ranks had ended
+        order = json.loads(line)
+        trial, folder = Trial(**order["trial"]), Path(order["folder"])
+        pids: dict[int, int] = {}
+        for rank in range(trial.world_size):
+            pid = os.fork()
+            if pid == 0:
+                _enter(rank, folder)
+                return trial, rank, folder
+            pids[pid] = rank
+        store = [os.fork()] if trial.late else []
+        if store == [0]:
+            keep_store(folder)
+        _report(pids=[*pids, *store])
+        _reap(pids)
+        for pid in store:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        _report(left=_children())
+    return None
+
+
+def _enter(rank: int, folder: Path) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where all this runs in the background
+    for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)):
+        opened = os.open(path, flags, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.dup2(1, 2)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder / "tmp")
+
+
+def _reap(pids: dict[int, int]) -> None:
+    """Report each rank's end; kill them when told to."""
+    while pids:
+        ready, _, _ = select.select([sys.stdin], [], [], _BETWEEN_LOOKS_S)
+        if ready:
+            line = sys.stdin.readline()
+            for pid in pids if not line or line.strip() == KILL else ():
+                os.kill(pid, signal.SIGKILL)
+        for pid in list(pids):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                _report(rank=pids.pop(pid), code=os.waitstatus_to_exitcode(status), at=time.monotonic())
+
+
+def _children() -> list[str]:
+    """What the ranks have left running: our only children now. They are killed."""
+    left = []
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        left.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+        os.kill(int(pid), signal.SIGKILL)
+        os.waitpid(int(pid), 0)
+    return left
+
+
+def _report(**facts: object) -> None:
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def order(trial: Trial, folder: Path) -> str:
+    """The line that starts a trial."""
+    return json.dumps({"trial": asdict(trial), "folder": str(folder)}) + "\n"
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    work = serve()
+    if work is not None:
+        train(*work)

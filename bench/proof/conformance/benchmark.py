@@ -8,18 +8,173 @@ frozen or unused parameters, checkpoints. Those have tests of their own.
 
 from __future__ import annotations
 
+import itertools
+import os
+import warnings
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
+from torch.distributed.device_mesh import DeviceMesh
 
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
-from odc.bench.proof.conformance.cells import AXES, all_cells, select
-from odc.bench.proof.conformance.comparison import TOLERANCES, Outcome
-from odc.bench.proof.conformance.launch import run_cells
-from odc.bench.proof.conformance.report import QUANTITIES, summary, write_markdown
+from odc.bench.harness.ranks import meet
+from odc.bench.proof.conformance.training import (
+    AXES,
+    MEANINGS,
+    STEPS,
+    TOLERANCES,
+    Cell,
+    Outcome,
+    all_cells,
+    compare,
+    select,
+)
+from odc.bench.proof.groups import Message, Prepare, Suite, collect, run_jobs
+from odc.bench.proof.sharding import mesh_of
+from odc.config import HOST_ID, TIMEOUT
+
+CELL_LIMIT_S = 120.0  # a cell takes a second or two
+SILENCE_LIMIT_S = 60  # of one rank towards another, in either run
+RANKS_PER_HOST = 2
+
+
+def run_cells(
+    cells: Sequence[Cell], on_outcome: Callable[[Outcome], None] = lambda _: None, prepare: Prepare | None = None
+) -> list[Outcome]:
+    """Measure cells on CPU processes of this machine; the outcomes, in the order of ``cells``.
+
+    An error other than a refusal, or no result in time, fails its cell; the others go on with new ranks.
+    """
+
+    def judge(number: int, cell: Cell, pipes: Sequence[Connection]) -> tuple[Outcome, bool]:
+        messages = collect(pipes, CELL_LIMIT_S, 0.0)
+        # All that are there: one may be only what another one led to.
+        wrong = [f"rank {r}: {m['error']}: {m['text']}" for r, m in enumerate(messages) if m and "error" in m]
+        if silent := [rank for rank, message in enumerate(messages) if message is None]:
+            wrong = wrong or [f"no result from ranks {silent} within {CELL_LIMIT_S:g} s"]
+        found = Outcome(cell, "failed", "; ".join(wrong)) if wrong else messages[-1]["outcome"]  # type: ignore[index]
+        on_outcome(found)
+        return found, not wrong
+
+    outcomes = run_jobs(dict(enumerate(cells)), lambda cell: cell.world_size, _SUITE, judge, prepare, len(cells))
+    return [outcomes[number] for number in range(len(cells))]
+
+
+def _set_up(rank: int, world_size: int, store: str) -> DeviceMesh:
+    warnings.filterwarnings("ignore", module=r"torch\.")  # FSDP1 has much to say about its own future
+    torch.set_num_threads(1)
+    os.environ[HOST_ID] = f"host-{rank // RANKS_PER_HOST}"
+    os.environ.setdefault(TIMEOUT, str(SILENCE_LIMIT_S))
+    meet(rank, world_size, store, "gloo", SILENCE_LIMIT_S)
+    return mesh_of(world_size, is_replicated=world_size > RANKS_PER_HOST)
+
+
+def _measure(cell: Cell, rank: int, mesh: DeviceMesh) -> Message:
+    return {"outcome": compare(cell, mesh)}
+
+
+def _tell(error: BaseException) -> Message:
+    return {"error": type(error).__name__, "text": str(error)}
+
+
+_SUITE = Suite(_set_up, _measure, _tell)
+
+
+# The table of cells as Markdown
+
+
+COMMAND = "odc bench conformance --json bench/results/conformance.json --markdown docs/conformance.md"
+QUANTITIES = ("losses", "gradients", "parameters")
+_INTRODUCTION = f"""\
+A cell is one FSDP configuration. It trains a small transformer for {STEPS} steps of AdamW, once over FSDP's gloo
+collectives and once after `session = odc.patch_fsdp(model)`. Each rank has its own data. All ranks have the same number
+of microbatches, which plain FSDP needs. A cell *passed* if ODC was used in all {STEPS} minibatches on each rank, and
+
+- the mean loss of every step,
+- every gradient at the first `optimizer.step` and the norm at every clipping,
+- every parameter after the last step
+
+differ by at most {TOLERANCES["fp32"]:g} (fp32) or {TOLERANCES["bf16"]:g} (bf16) of the largest absolute value in their
+tensor. A cell is *refused* if `patch_fsdp` raises `odc.UnsupportedError`, otherwise *failed*. In bf16, FSDP rounds
+sums of gradients to bfloat16; ODC sums in float32.
+"""
+_CELLS = """\
+A number is the largest error of a passed cell; 0 means equal. Columns are accumulation and clipping. Separate errors of
+losses, gradients and parameters are in the [committed result](../bench/results/conformance.json).
+"""
+ROW = ("FSDP", "precision", "sharding")  # the axes of a row; the others make its columns
+COLUMNS = list(itertools.product(*(values for axis, values in AXES.items() if axis not in ROW)))
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """One line."""
+    counts = Counter(outcome.status for outcome in outcomes)
+    return f"{len(outcomes)} cells: {counts['passed']} passed, {counts['refused']} refused, {counts['failed']} failed"
+
+
+def write_markdown(path: Path, outcomes: Sequence[Outcome], environment: Mapping[str, object]) -> None:
+    """Write the table of cells and an explanation of its words to ``path``."""
+    parts = [
+        "# Conformance with FSDP\n",
+        f"**{summary(outcomes)}** (torch {environment['torch']}, {environment['date']}). Regenerate with\n",
+        f"```sh\n{COMMAND}\n```\n",
+        _INTRODUCTION,
+        _table(("precision", *(f"largest error of {q}" for q in QUANTITIES)), _largest_errors(outcomes)),
+        "## Cells\n",
+        _CELLS,
+        _table((*ROW, *map(", ".join, COLUMNS)), _rows(outcomes)),
+        "## Axes\n",
+        _table(("axis", "value", "meaning"), [(axis, v, MEANINGS[v]) for axis, vs in AXES.items() for v in vs]),
+    ]
+    if reasons := [(o.cell.name, o.status, _one_line(o.reason)) for o in outcomes if o.status != "passed"]:
+        parts += ["## Refused and failed\n", _table(("cell", "result", "reason"), reasons)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(parts))
+
+
+def _largest_errors(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    rows = []
+    for precision in AXES["precision"]:
+        errors = [[getattr(o, q) for o in outcomes if o.cell.precision == precision] for q in QUANTITIES]
+        rows.append(
+            (precision, *(_number(max((e for e in column if e is not None), default=None)) for column in errors))
+        )
+    return rows
+
+
+def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    entries = {o.cell.values: _entry(o) for o in outcomes}
+    rows = itertools.product(*(AXES[axis] for axis in ROW))
+    return [(*row, *(entries.get((*row, *column), "") for column in COLUMNS)) for row in rows]
+
+
+def _entry(outcome: Outcome) -> str:
+    """The largest error, or the status of a cell that has not passed."""
+    errors = [error for error in (getattr(outcome, q) for q in QUANTITIES) if error is not None]
+    return _number(max(errors)) if outcome.status == "passed" else outcome.status
+
+
+def _one_line(reason: str) -> str:
+    return " ".join(reason.replace("|", "\\|").split())
+
+
+def _number(error: float | None) -> str:
+    return "" if error is None else f"{error:.1e}" if error else "0"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+# The command
+
 
 _WORDS = "; ".join(f"{axis}: {', '.join(values)}" for axis, values in AXES.items())
 

@@ -16,7 +16,17 @@ from torch.distributed.tensor import DTensor
 
 import odc
 from odc.bench.proof.parity.cases import Case
-from odc.bench.proof.sharding import by_unit, clip, full_parameters, synchronized, wrap_of
+from odc.bench.proof.sharding import (
+    LanguageModel,
+    as_if_trained,
+    by_unit,
+    clip,
+    full_parameters,
+    local_gradients,
+    synchronized,
+    tokens_of,
+    wrap_of,
+)
 
 STEPS = 4
 VOCABULARY = 12
@@ -28,7 +38,7 @@ SCALE = 0.1
 EPSILON = 1e-2
 # Small: rounding in a gradient then seldom changes a parameter, hence no later gradient.
 _LEARNING_RATE = 2e-3
-_GRAD: Any = torch.Tensor.grad  # the attribute itself, whoever shadows it in classes of parameters
+_GRAD: Any = torch.Tensor.grad  # the attribute itself, past ODC's own door to it
 
 
 class Block(nn.Module):
@@ -46,37 +56,25 @@ class Block(nn.Module):
         return x + self.gate * branch
 
 
-class Net(nn.Module):
-    """Embedding, blocks, head: the shape of a language model."""
+class Net(LanguageModel):
+    """With the blocks that a step uses."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__()
-        width = WIDTHS[case.shapes]
-        vocabulary = VOCABULARY if case.shapes == "even" else VOCABULARY + 1
-        self.vocabulary = vocabulary
+        width, vocabulary = WIDTHS[case.shapes], VOCABULARY + (case.shapes != "even")
+        super().__init__(vocabulary, width, (Block(width) for _ in range(case.num_blocks)))
         self.repeats = 2 if case.twice == "twice" else 1
-        self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(case.num_blocks))
-        self.head = nn.Linear(width, vocabulary)
         if case.tie == "tied":
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: torch.Tensor, used: Sequence[int]) -> torch.Tensor:
-        x = self.embed(tokens)
-        for index in used:
-            for _ in range(self.repeats if index == 0 else 1):
-                x = self.blocks[index](x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+    def forward(self, tokens: torch.Tensor, used: Sequence[int] = ()) -> torch.Tensor:
+        return self.logits(tokens, (self.blocks[i] for i in used for _ in range(self.repeats if i == 0 else 1)))
 
 
 def build(case: Case) -> Net:
     """The same weights on every rank, as if trained before: no tensor is constant."""
     torch.manual_seed(0)
     model = Net(case)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    as_if_trained(model)
     if case.frozen == "unit":
         model.blocks[0].requires_grad_(False)
     elif case.frozen == "some":
@@ -202,7 +200,8 @@ def train(case: Case, mesh: DeviceMesh, *, patch: bool) -> Run:
         _use_gradients(case, model, run, step)
         for optimizer in optimizers:
             optimizer.step()
-        run.gradients.update(_local_gradients(named, step))
+        grads = local_gradients((name, _GRAD.__get__(parameter)) for name, parameter in named.items())
+        run.gradients.update({(step, name): grad for name, grad in grads.items()})
         run.seen.update({(step, f"kept {name}"): view.clone() for name, view in kept.items()})
         kept = _views(model) if case.gradients == "kept" else {}
         if case.gradients == "logged-after":
@@ -226,8 +225,7 @@ def train(case: Case, mesh: DeviceMesh, *, patch: bool) -> Run:
 
 def _loss(case: Case, model: nn.Module, step: int, rank: int, microbatch: int) -> torch.Tensor:
     """The mean loss of its tokens, which every rank, step and microbatch has its own of."""
-    generator = torch.Generator().manual_seed(10007 * step + 101 * rank + microbatch)
-    tokens = torch.randint(0, VOCABULARY, (2, 6 + microbatch), generator=generator)
+    tokens = tokens_of(step, rank, microbatch, VOCABULARY, (2, 6 + microbatch))
     used = [block for block in range(case.num_blocks) if case.uses(block, step)]
     logits = model(tokens[:, :-1], used).float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -274,16 +272,6 @@ def _clear(case: Case, model: nn.Module, optimizers: Sequence[torch.optim.Optimi
 def _zero_grad(optimizers: Sequence[torch.optim.Optimizer], set_to_none: bool = True) -> None:
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=set_to_none)
-
-
-def _local_gradients(named: dict[str, nn.Parameter], step: int) -> dict[tuple[int, str], torch.Tensor]:
-    """A copy of this rank's part of every ``.grad``, read past ODC's own door to it."""
-    found = {}
-    for name, parameter in named.items():
-        grad = _GRAD.__get__(parameter)
-        if grad is not None and grad.numel():
-            found[step, name] = (grad.to_local() if isinstance(grad, DTensor) else grad).clone()
-    return found
 
 
 def _reshard(case: Case, model: nn.Module) -> None:
