@@ -91,7 +91,7 @@ def update_figures(
     ),
 ) -> None:
     """Write the figures of bench/results into README.md and docs/. From the root of the repository."""
-    from odc.bench.harness.figures import figures, update
+    from odc.bench.harness.results import figures, update
 
     with errors_in_one_line():
         wanted = list(figures())

@@ -79,8 +79,7 @@ def drawn_timeline(folder: str | None) -> Iterator[None]:
 
 
 def _draw_timeline(folder: Path) -> None:
-    from odc.bench.training.bubble import Recording
-    from odc.bench.training.trace import write_trace
+    from odc.bench.training.bubble import Recording, write_trace
 
     recording = Recording.read(folder)
     numbers = recording.minibatches

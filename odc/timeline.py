@@ -3,7 +3,7 @@
 :class:`Stats` are always counted, and :class:`MinibatchStats` are made at the end of each minibatch. A
 :class:`Timeline` that is off costs one ``None`` check per operation. If it is on, it stores spans, from which ODC
 measures the bubble rate, draws a picture of all ranks and writes a Chrome/Perfetto trace
-(:mod:`odc.bench.training.trace` describes its events).
+(:mod:`odc.bench.training.bubble` describes its events).
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ from odc.balance import LinearCost
 from odc.balance.checks import IntArray
 from odc.balance.grouping.methods import Grouping
 from odc.balance.grouping.rounds import AlignedRounds
-from odc.bench.batching.streamed import StreamedEpoch, stream_epoch
-from odc.bench.batching.waiting import (
+from odc.bench.batching.streamed import (
     MINIBATCH_SIZE,
     POOL_SIZE,
     SMALL_POOL,
@@ -39,9 +38,11 @@ from odc.bench.batching.waiting import (
     STREAMS,
     WAITING,
     WORLD_SIZE,
+    StreamedEpoch,
     StreamRow,
     shuffled,
     simulate_streams,
+    stream_epoch,
 )
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
 

@@ -34,7 +34,6 @@ once (its end, publishing) and GPUs are not covered.
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import os
 import statistics
@@ -57,7 +56,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResul
 
 from odc import patch_fsdp
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Numbers, Run, Table, numbers, summary
-from odc.bench.harness.ranks import Rank
+from odc.bench.harness.ranks import Rank, keep_from_collector
 from odc.config import STAGING
 from odc.engines.base import Engine
 from odc.fsdp_patch import fsdp2_in_place
@@ -227,8 +226,7 @@ def measure_rank(me: Rank, settings: Settings) -> list[dict[str, float]]:
         assert isinstance(layer, FSDPModule)
         layer.set_custom_all_gather(_NoGather())
         layer.set_custom_reduce_scatter(_NoScatter())
-    gc.collect()
-    gc.freeze()  # or the collector would look at all that was imported, whenever it runs
+    keep_from_collector()
     turns, found = _Turns(me.rank, me.world_size, settings), []
     for repetition in range(settings.repetitions + 1):
         row = turns.take({ALONE: (fsdp, nullcontext)})

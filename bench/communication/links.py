@@ -106,15 +106,13 @@ def measure(
     gathers: Annotated[int, typer.Option(min=1, help="Of each rank, at least, in each repetition.")] = 40,
     repetitions: Annotated[int, typer.Option(min=1, help="Draws of computations.")] = 5,
 ) -> Entries:
-    run.begin(len(RATIOS))
     rows: list[dict[str, Any]] = []
-    for ratio in RATIOS:
+    for ratio in run.each(RATIOS):
         row: dict[str, Any] = {"ratio": ratio}
         for way, readers in (("one", 1), ("two", 2), ("all", ranks - 1)):
             means = [gather_times(ranks, readers, ratio, gathers, seed) for seed in range(repetitions)]
             row[way] = summary([sum(times) / len(times) for times in means])
         rows.append(row)
-        run.advance()
     return {"rows": rows}
 
 

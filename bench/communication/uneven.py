@@ -34,12 +34,9 @@ def measure(
     if torch.cuda.is_available():
         setting = Setting(num_gpus=torch.cuda.device_count())
     jobs = [(plan, mode) for plan in plans(ranks) for mode in MODES]
-    run.begin(len(jobs))
     cells = []
-    for plan, mode in jobs:
-        run.describe(f"{plan.name}, {mode}")
+    for plan, mode in run.each(jobs, lambda job: f"{job[0].name}, {job[1]}"):
         cells.append(measure_plan(setting, plan, mode, repetitions))
-        run.advance()
         if cells[-1]["of_own"] > MOST_OF_OWN or cells[-1]["of_longest"] > MOST_OF_LONGEST:
             run.miss(f"{plan.name}, {mode}: aims are {MOST_OF_OWN} of own and {MOST_OF_LONGEST} of the longest")
     return {"transport": setting.transport, "cells": cells}

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from odc.bench.gpu.setting import Report, Setting
-from odc.bench.harness.benchmark import summary
-from odc.bench.harness.environment import describe_environment
+from odc.bench.harness.benchmark import describe_environment, summary
 
 _CALIBRATION_CYCLES = 20_000_000
 

@@ -13,24 +13,105 @@ among them are shown as the tables that the module declares. :data:`BENCHMARK` h
 
 from __future__ import annotations
 
+import datetime
 import inspect
+import json
+import os
+import platform
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from odc.bench.harness.environment import commit, describe_environment, write
+import odc
 from odc.bench.harness.ranks import CPU, Place, Rank, join, run_ranks
 from odc.config import LaunchEnvironment
 
+# What a result was measured on, and how it is written
+
+
+def describe_environment() -> dict[str, object]:
+    """Hardware, versions and date, for the ``environment`` entry of a result file."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "cpu": _cpu_model(),
+        "num_cpus": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "odc": odc.__version__,
+        "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+WRITTEN = "bench/results"
+"""What benchmarks write into the tree: two runs in turn are of the same code."""
+
+
+WIDTH = 160
+"""Of a line of a result."""
+
+
+def commit() -> str:
+    """Of the tree in which this runs, with "-dirty" if its code was changed since; empty where there is none."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+    try:
+        name = git("describe", "--always", "--exclude=*")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":(top,exclude){WRITTEN}")
+    except FileNotFoundError:
+        return ""
+    return f"{name}-dirty" if changed else name
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """As JSON, of numbers with six digits, all or nothing: whoever is killed meanwhile leaves the file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    rounded = json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.6g}"))
+    unfinished.write_text(_lines(rounded) + "\n")
+    unfinished.replace(path)
+
+
+def _lines(value: Any, indent: str = "") -> str:
+    """JSON in which what fits stands on one line: a row of a table is one in a diff."""
+    line = json.dumps(value)
+    if len(indent) + len(line) <= WIDTH or not value or not isinstance(value, dict | list):
+        return line
+    inner = indent + " "
+    if isinstance(value, dict):
+        entries = [f"{json.dumps(name)}: {_lines(entry, inner)}" for name, entry in value.items()]
+    else:
+        entries = [_lines(entry, inner) for entry in value]
+    return f"\n{inner}".join([line[0], f",\n{inner}".join(entries)]) + f"\n{indent}{line[-1]}"
+
+
+# What a benchmark declares
+
+
+T = TypeVar("T")
 Row = Mapping[str, Any]
 Entries = dict[str, Any]
 """Of a result: lists of rows (numbers, texts, summaries, all of which JSON can hold), and single values."""
@@ -227,6 +308,14 @@ class Run:
     def describe(self, description: str) -> None:
         """What is being done now."""
         self.progress.update(self._bar, description=description)
+
+    def each(self, items: Collection[T], words: Callable[[T], str] = lambda item: "") -> Iterator[T]:
+        """Go through what there is to do, one step each; ``words`` for what is being done."""
+        self.begin(len(items))
+        for item in items:
+            self.describe(words(item))
+            yield item
+            self.advance()
 
     def miss(self, text: str) -> None:
         """An aim was not reached: the command ends with status 1. With ``--quick`` too little is measured to say so."""

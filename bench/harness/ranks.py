@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import logging
 import multiprocessing
@@ -287,6 +288,12 @@ def _main(environment: Mapping[str, str], main: Callable[..., None], *arguments:
     os.environ.clear()  # the fork server's own is that of the time when it was started
     os.environ.update(environment)
     main(*arguments)
+
+
+def keep_from_collector() -> None:
+    """What there is now: a later collection would look at all that has been imported, and in a fork so copy it."""
+    gc.collect()
+    gc.freeze()
 
 
 def die_with_parent() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -26,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from odc.bench.harness.ranks import die_with_parent
+from odc.bench.harness.ranks import die_with_parent, keep_from_collector
 
 LIMIT_S = 300.0
 _OTHERS_LIMIT_S = 30.0
@@ -34,24 +33,77 @@ _OTHERS_LIMIT_S = 30.0
 _POLL_S = 0.2
 
 
-class WarmLauncher:
-    """The process that has the libraries. No rank outlives it; :meth:`close` ends it.
+class Forker:
+    """A process that forks ranks. It takes jobs as lines of JSON, and answers so. No rank outlives it. Close it.
+
+    Args:
+        module: what it runs, with ``words``.
+        options: of :class:`subprocess.Popen`.
+    """
+
+    def __init__(self, module: str, *words: str, **options: Any) -> None:
+        command = [sys.executable, "-m", module, *words]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        self._process: Any = subprocess.Popen(command, **pipes, **options)
+        self._rest = b""
+
+    def send(self, job: object) -> None:
+        """The next line."""
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+
+    def answer(self, limit_s: float) -> Any:
+        """The next one, or None if there is none within the limit.
+
+        Raises:
+            RuntimeError: the process has ended; what it said is on standard error.
+        """
+        deadline = time.monotonic() + limit_s
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                return None
+            piece = os.read(self._process.stdout.fileno(), 65536)
+            if not piece:
+                raise RuntimeError(f"the process that forks the ranks has ended with {self._process.wait()}")
+            self._rest += piece
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process; also in the middle of a job, whose ranks it takes along."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            pipe.close()
+
+
+def answer(facts: object) -> None:
+    """In the process that forks: say so to who has started it."""
+    os.write(1, json.dumps(facts).encode() + b"\n")
+
+
+def redirect(log: Path) -> None:
+    """Standard input is empty from now on, and what is printed goes to ``log``."""
+    for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
+        opened = os.open(path, flags, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.dup2(1, 2)
+
+
+class WarmLauncher(Forker):
+    """Runs scripts on ranks that have the libraries.
 
     Args:
         libraries: modules to import: packages of training libraries import little by themselves.
-        environment: of that process, and so of all ranks. They see no GPU.
+        environment: of the process that forks, and so of all ranks. They see no GPU.
     """
 
     def __init__(self, libraries: Sequence[str], environment: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", "odc.bench.harness.warm_launch", *libraries]
         # `python -m` has the current folder on the path: in the repository's, rooms would have a second name.
-        self._process = subprocess.Popen(
-            command,
-            cwd="/",
-            env={**environment, "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        super().__init__(
+            "odc.bench.harness.warm_launch", *libraries, cwd="/", env={**environment, "CUDA_VISIBLE_DEVICES": ""}
         )
 
     def run(
@@ -82,8 +134,6 @@ class WarmLauncher:
         Raises:
             RuntimeError: the process that has the libraries has ended; what it said is on standard error.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         store = dist.TCPStore(  # type: ignore[attr-defined]  # bound in C++, not in __all__
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
@@ -98,22 +148,11 @@ class WarmLauncher:
             "limit_s": limit_s,
             "environment": {**environment},
         }
-        with contextlib.suppress(BrokenPipeError):  # then there is no answer
-            self._process.stdin.write(json.dumps(job) + "\n")
-            self._process.stdin.flush()
-        while not select.select([self._process.stdout], [], [], _POLL_S)[0]:
+        self.send(job)
+        while (codes := self.answer(_POLL_S)) is None:
             on_wait()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the process that forks the ranks has ended with {self._process.wait()}")
-        codes: list[int] = json.loads(answer)
-        return codes
-
-    def close(self) -> None:
-        """End the process; also in the middle of a run, whose ranks it takes along."""
-        self._process.kill()
-        with contextlib.suppress(BrokenPipeError):  # a job that it has not taken
-            self._process.communicate()
+        found: list[int] = codes
+        return found
 
 
 def output_of(folder: Path, rank: int) -> Path:
@@ -131,7 +170,7 @@ def _serve() -> dict[str, Any] | None:
             if not pid:
                 return {**job, "rank": rank}
             children.append(pid)
-        os.write(1, json.dumps(_exit_codes(children, job["limit_s"])).encode() + b"\n")
+        answer(_exit_codes(children, job["limit_s"]))
     return None
 
 
@@ -174,21 +213,14 @@ def _enter(job: Mapping[str, Any]) -> None:
         TORCHELASTIC_RUN_ID="warm",
     )
     os.chdir(job["cwd"])
-    descriptor = os.open(output_of(Path(job["folder"]), job["rank"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.close(descriptor)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    redirect(output_of(Path(job["folder"]), job["rank"]))
 
 
 def _main() -> None:
     die_with_parent()
     for name in sys.argv[1:]:
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # else a collection in each rank looks at, and so copies, all that has been imported
+    keep_from_collector()
     job = _serve()
     if job is None:
         return

@@ -86,6 +86,18 @@ def orchestrator(size: ModelSize, num_ranks: int, way: str) -> Orchestrator:
     return Orchestrator(size.phases, size.language, num_ranks, ranks_per_node=nodes, comm="collective", **WAYS[way])
 
 
+def plans_of(
+    size: ModelSize, num_ranks: int, samples_per_rank: int, number: int, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[tuple[float, MinibatchSchedule]]:
+    """So many minibatches with all phases balanced, placement included: seconds that planning took, and the plans."""
+    orchestra = orchestrator(size, num_ranks, "all")
+    for minibatch in range(number):
+        lengths = draw(size, num_ranks, samples_per_rank, minibatch)
+        start = clock()
+        schedule = orchestra.plan(lengths)
+        yield clock() - start, schedule
+
+
 def useful(schedule: MinibatchSchedule) -> float:
     """FLOPs without padding."""
     return float(sum(plan.costs.sum() for plan in (schedule.language, *schedule.encoders.values())))
@@ -130,13 +142,13 @@ def compare(size: ModelSize, num_ranks: int, samples_per_rank: int, minibatches:
         "samples_per_rank": samples_per_rank,
         "minibatches": minibatches,
         "flops_per_sample": work / (minibatches * num_ranks * samples_per_rank),
-        "share_of_phase": _means(shares),
-        "slowest_over_even": {way: _means(found) for way, found in slowest.items()},
+        "share_of_phase": means(shares),
+        "slowest_over_even": {way: means(found) for way, found in slowest.items()},
         "ways": rows,
     }
 
 
-def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+def means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
 
 
@@ -145,14 +157,12 @@ def rigid(size: ModelSize, num_ranks: int, minibatches: int) -> dict[str, float]
     names: dict[str, Layout | None] = {"tailored": None, "all rmpad": "packed", "all pad": "padded"}
     times: dict[str, float] = dict.fromkeys(names, 0.0)
     work = 0.0
-    for number in range(minibatches):
-        lengths = draw(size, num_ranks, size.samples_per_rank(num_ranks), number)
-        schedule = orchestrator(size, num_ranks, "all").plan(lengths)
+    for _, schedule in plans_of(size, num_ranks, size.samples_per_rank(num_ranks), minibatches):
         work += useful(schedule)
         for name, layout in names.items():
             times[name] += schedule.language.makespan("collective")
             for phase in size.phases:
-                items = lengths.items[phase.name].encoder
+                items = schedule.lengths.items[phase.name].encoder
                 parts = post_balance(items, num_ranks, cost=phase.cost, layout=layout or phase.layout)
                 costs = microbatch_costs([[part] for part in parts], phase.cost(items), items, phase.layout)
                 times[name] += float(costs.max())
@@ -189,9 +199,7 @@ def moving(size: ModelSize, num_ranks: int, minibatches: int) -> dict[str, dict[
     nodes with and without placement."""
     nodes = np.arange(num_ranks) // RANKS_PER_NODE
     rows: dict[str, list[dict[str, float]]] = {}
-    for number in range(minibatches):
-        lengths = draw(size, num_ranks, size.samples_per_rank(num_ranks), number)
-        schedule = orchestrator(size, num_ranks, "all").plan(lengths)
+    for _, schedule in plans_of(size, num_ranks, size.samples_per_rank(num_ranks), minibatches):
         unplaced = dict(journeys(size, schedule, placed=False))
         for name, volume in journeys(size, schedule, placed=True):
             moved = volume - np.diag(np.diag(volume))
@@ -208,7 +216,7 @@ def moving(size: ModelSize, num_ranks: int, minibatches: int) -> dict[str, dict[
                 "between_nodes_most_unplaced_bytes": float(before.max()),
             }
             rows.setdefault(name, []).append(row)
-    found = {name: _means(each) for name, each in rows.items()}
+    found = {name: means(each) for name, each in rows.items()}
     for each in found.values():
         each["placed_over_unplaced"] = each["between_nodes_bytes"] / each["between_nodes_unplaced_bytes"]
         each["placed_over_unplaced_most"] = each["between_nodes_most_bytes"] / each["between_nodes_most_unplaced_bytes"]
@@ -218,20 +226,13 @@ def moving(size: ModelSize, num_ranks: int, minibatches: int) -> dict[str, dict[
 
 def planning(num_ranks: int, samples_per_rank: int, repetitions: int) -> dict[str, Any]:
     """Seconds that :meth:`Orchestrator.plan` takes for all phases of MLLM-10B, placement included."""
-    size = SIZES["MLLM-10B"]
-    seconds = []
-    for number in range(repetitions):
-        lengths = draw(size, num_ranks, samples_per_rank, number)
-        orchestra = orchestrator(size, num_ranks, "all")
-        start = time.perf_counter()
-        schedule = orchestra.plan(lengths)
-        seconds.append(time.perf_counter() - start)
+    found = list(plans_of(SIZES["MLLM-10B"], num_ranks, samples_per_rank, repetitions))
     return {
         "ranks": num_ranks,
         "samples_per_rank": samples_per_rank,
-        "time_s": spread(seconds),
+        "time_s": spread([seconds for seconds, _ in found]),
         "repetitions": repetitions,
-        "step_s": step_times(schedule, "collective").makespan / _FLOPS_PER_S,
+        "step_s": step_times(found[-1][1], "collective").makespan / _FLOPS_PER_S,
     }
 
 

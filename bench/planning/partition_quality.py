@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import typer
 
 from odc.balance import karmarkar_karp
@@ -24,14 +25,52 @@ from odc.balance.partition.exact import exact_partition
 from odc.balance.simulate.laws import law_names, sample_lengths
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
 from odc.bench.planning.paper_costs import paper_cost
-from odc.bench.planning.textbook import optimal_makespan
 
+BoolArray = npt.NDArray[np.bool_]
 COST = paper_cost("1.5B")
 DEVICES = 8
 MINIBATCH_SIZES = (2, 4, 8, 16)
 NEAR_BOUND = 0.001
 MOST_POINTS_ABOVE = 0.1
 MOST_MEAN_EXCESS = 0.001
+
+
+def subsets(number: int) -> BoolArray:
+    """Which items each subset holds, (2 ** number, number): bit i of a row's number is item i."""
+    held: BoolArray = (np.arange(2**number)[:, None] >> np.arange(number) & 1).astype(bool)
+    return held
+
+
+def least_makespan(of_subset: FloatArray, k: int) -> float:
+    """The smallest makespan of all divisions of items into ``k`` <= 4 parts, by looking at every one of them.
+
+    Every split of every subset in two, 3 ** n of them, gives the best makespan of two parts for each subset;
+    three parts are a subset and the rest in two, four are a subset in two and the rest in two.
+
+    Args:
+        of_subset: what a part costs, by subset as in :func:`subsets`; infinite where that must be none.
+    """
+    number = of_subset.size.bit_length() - 1
+    if k == 1:
+        return float(of_subset[-1])
+    first = second = np.zeros(1, np.int32)
+    for item in range(number):  # is in neither of two parts, in the first, or in the second
+        first = np.concatenate([first, first + 2**item, first])
+        second = np.concatenate([second, second, second + 2**item])
+    larger = np.maximum(of_subset[first], of_subset[second]).reshape((3,) * number)
+    for item in range(number):
+        neither, one, other = np.moveaxis(larger, item, 0)
+        larger = np.stack([neither, np.minimum(one, other)], axis=item)
+    in_two = larger.ravel()
+    rest = in_two[::-1]  # of the complement
+    return float(in_two[-1] if k == 2 else np.maximum(of_subset if k == 3 else in_two, rest).min())
+
+
+def optimal_makespan(costs: FloatArray, k: int, *, equal_size: bool) -> float:
+    """Of items that cost so much wherever they are."""
+    held = subsets(costs.size)
+    sums = held @ costs
+    return least_makespan(np.where(held.sum(axis=1) * k == costs.size, sums, np.inf) if equal_size else sums, k)
 
 
 def makespan(costs: FloatArray, parts: Parts) -> float:

@@ -17,9 +17,8 @@ Not covered: the time in which ranks tell each other their lengths, and what pla
 from __future__ import annotations
 
 import functools
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
@@ -28,7 +27,7 @@ import typer
 from odc.balance import MinibatchLoader, Rearrangement, TransformerCost, preset, rebalance, sample_lengths
 from odc.balance.checks import FloatArray
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, spread
-from odc.bench.planning.multimodal_simulated import by_phase, draw, journeys, orchestrator
+from odc.bench.planning.multimodal_simulated import by_phase, draw, journeys, means, plans_of
 from odc.bench.planning.multimodal_sizes import SIZES
 
 LOADERS = ((8, 4, 50), (64, 8, 20), (256, 16, 5), (1024, 16, 3))
@@ -39,17 +38,10 @@ RANKS_PER_NODE = 8
 MODEL, LAW = "MLLM-10B", "longalign"
 
 
-class _Nothing:
-    """A dataset whose samples cost nothing."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def measure_loader(num_ranks: int, samples: int, minibatches: int, repetitions: int) -> dict[str, Any]:
     """Seconds of CPU per minibatch on rank 0."""
     loader = MinibatchLoader(
-        _Nothing(),
+        range(num_ranks * samples * minibatches),
         sample_lengths(LAW, num_ranks * samples * minibatches, 0),
         list,
         0,
@@ -96,24 +88,22 @@ def measure_rebalance(num_ranks: int, repetitions: int) -> dict[str, Any]:
                 "excess": float(loads.max() / loads.mean()) - 1,
             }
         )
-    return {"ranks": num_ranks, "cpu_s": spread(seconds), **_means(rows)}
+    return {"ranks": num_ranks, "cpu_s": spread(seconds), **means(rows)}
 
 
 def measure_plan(num_ranks: int, repetitions: int) -> dict[str, Any]:
     """Of all phases."""
     size = SIZES[MODEL]
-    orchestra = orchestrator(size, num_ranks, "all")
     seconds, rows = [], []
-    for number in range(repetitions):
-        lengths = draw(size, num_ranks, size.samples_per_rank(num_ranks), number)
-        start = time.process_time()
-        schedule = orchestra.plan(lengths)
-        seconds.append(time.process_time() - start)
+    for took_s, schedule in plans_of(
+        size, num_ranks, size.samples_per_rank(num_ranks), repetitions, clock=time.process_time
+    ):
+        seconds.append(took_s)
         row = {f"even {name}": ratio for name, ratio in by_phase(schedule).items()}
         for name, volume in journeys(size, schedule, placed=True):
             row[f"between_nodes {name}"] = _between_nodes(volume)
         rows.append(row)
-    return {"ranks": num_ranks, "cpu_s": spread(seconds), **_means(rows)}
+    return {"ranks": num_ranks, "cpu_s": spread(seconds), **means(rows)}
 
 
 def _between_nodes(volume: FloatArray) -> float:
@@ -121,10 +111,6 @@ def _between_nodes(volume: FloatArray) -> float:
     num_nodes = len(volume) // RANKS_PER_NODE
     by_node = volume.reshape(num_nodes, RANKS_PER_NODE, num_nodes, RANKS_PER_NODE).sum(axis=(1, 3))
     return 1 - float(np.trace(by_node) / by_node.sum())
-
-
-def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: round(statistics.fmean(row[name] for row in rows), 6) for name in rows[0]}
 
 
 def measure(
@@ -136,11 +122,9 @@ def measure(
     jobs += [("loader", functools.partial(measure_loader, *each, repetitions)) for each in LOADERS if each[0] <= ranks]
     for part, of, worlds in (("rebalance", measure_rebalance, REBALANCE_RANKS), ("plan", measure_plan, PLAN_RANKS)):
         jobs += [(part, functools.partial(of, each, repetitions)) for each in worlds if each <= ranks]
-    run.begin(len(jobs), "planning")
     found: Entries = {"model": MODEL, "law": LAW, "loader": [], "rebalance": [], "plan": []}
-    for part, job in jobs:
+    for part, job in run.each(jobs, lambda each: each[0]):
         found[part].append(job())
-        run.advance()
     return found
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
+from itertools import product
 from typing import Annotated, Any, get_args
 
 import numpy as np
@@ -27,6 +28,7 @@ from odc.balance.costs import attention_costs
 from odc.balance.layout import Layout, microbatch_costs
 from odc.balance.partition.differencing import Parts
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Run, Table, spread
+from odc.bench.planning.partition_quality import least_makespan, subsets
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 LAWS = ("llava", "sharegpt4o", "longalign")
@@ -46,9 +48,8 @@ def makespan(lengths: IntArray, parts: Parts, cost: QuadraticCost, layout: Layou
 
 
 def optimal_makespan(lengths: IntArray, num_ranks: int, cost: QuadraticCost, layout: Layout) -> float:
-    """The smallest makespan of all divisions: for each subset of items, the best division over 1, 2, ... ranks."""
-    n = lengths.size
-    held = (np.arange(2**n)[:, None] >> np.arange(n) & 1).astype(bool)
+    """The smallest makespan of all divisions."""
+    held = subsets(lengths.size)
     longest, number = (held * lengths).max(axis=1).astype(np.float64), held.sum(axis=1)
     if layout == "packed":
         costs: FloatArray = held @ cost(lengths)
@@ -56,13 +57,7 @@ def optimal_makespan(lengths: IntArray, num_ranks: int, cost: QuadraticCost, lay
         costs = number * cost(longest)
     else:
         costs = cost.b * (held @ lengths) + number * cost.a * longest**2
-    best = costs.copy()
-    for _ in range(num_ranks - 1):
-        fewer = best.copy()
-        for whole in range(2**n):
-            parts = np.flatnonzero((np.arange(whole + 1) & ~whole) == 0)
-            best[whole] = np.maximum(costs[parts], fewer[whole - parts]).min()
-    return float(best[-1])
+    return least_makespan(costs, num_ranks)
 
 
 def measure_quality(num_instances: int) -> list[dict[str, Any]]:
@@ -175,18 +170,13 @@ def measure(
     if limit_s is None:
         run.note("pulp is not installed: CBC is left out")
     beside_cbc = min(128, ranks)
-    run.begin(1 + len(LAWS) * (len(LAYOUTS) + 3))
     quality = measure_quality(instances)
-    run.advance()
-    found: Entries = {"quality": quality, "speed": [], "nodes": []}
-    for law in LAWS:
-        for layout in LAYOUTS:
-            found["speed"].append(measure_speed(law, ranks, layout, repetitions))
-            run.advance()
-    for world, seed, limit in ((beside_cbc, 0, limit_s), (beside_cbc, 1, limit_s), (ranks, 0, None)):
-        for law in LAWS:
-            found["nodes"].append(measure_nodes(law, world, seed, limit))
-            run.advance()
+    speeds, sizes = list(product(LAWS, LAYOUTS)), ((beside_cbc, 0, limit_s), (beside_cbc, 1, limit_s), (ranks, 0, None))
+    found: Entries = {
+        "quality": quality,
+        "speed": [measure_speed(law, ranks, layout, repetitions) for law, layout in run.each(speeds)],
+        "nodes": [measure_nodes(law, *each) for each, law in run.each(list(product(sizes, LAWS)))],
+    }
     for row in quality:
         if row["mean_excess"] > MOST_MEAN_EXCESS[row["layout"]]:
             run.miss(f"{row['layout']}: a mean excess of more than {MOST_MEAN_EXCESS[row['layout']]:.1%}")

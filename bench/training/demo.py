@@ -24,9 +24,19 @@ import typer
 
 from odc.bench.harness.benchmark import Benchmark, Entries, Figures
 from odc.bench.harness.benchmark import Run as Bench
-from odc.bench.training.runs import POLICIES, Run, Way, check_examples, run_child, train_in_turns, way_of
-from odc.bench.training.summary import quietest, runs_table, summarize
-from odc.bench.training.trace import write_trace
+from odc.bench.training.bubble import write_trace
+from odc.bench.training.runs import (
+    POLICIES,
+    Run,
+    Way,
+    check_examples,
+    quietest,
+    run_child,
+    runs_table,
+    summarize,
+    train_in_turns,
+    way_of,
+)
 from odc.config import STAGING
 
 SCRIPT, ONCE_A_STEP = Path("examples/sft.py"), Path("examples/once_a_step.py")

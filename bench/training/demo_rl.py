@@ -22,8 +22,7 @@ import typer
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Table
 from odc.bench.harness.benchmark import Run as Bench
 from odc.bench.training.demo import draw
-from odc.bench.training.runs import POLICIES, Run, check_examples, train_in_turns, way_of
-from odc.bench.training.summary import runs_table, summarize
+from odc.bench.training.runs import POLICIES, Run, check_examples, runs_table, summarize, train_in_turns, way_of
 
 SCRIPT = Path("examples/grpo.py")
 CONFIGURATIONS = tuple(way_of(SCRIPT, *each) for each in POLICIES)

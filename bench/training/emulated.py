@@ -45,29 +45,29 @@ compute that slows down beside communication.
 from __future__ import annotations
 
 import functools
-import gc
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, cast
 
-import torch
 import torch.distributed as dist
 import typer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from odc.balance import CostModel, Machine, Plan, Scenario, law_names
+from odc.balance.checks import IntArray
+from odc.balance.multimodal.schedule import FORWARD_SHARE
 from odc.balance.plan import Comm
 from odc.balance.simulate.hosts import Network, Sharding, mean_compute
 from odc.balance.simulate.laws import even_lengths
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table, check_known, spread
 from odc.bench.harness.network import received_bytes, two_hosts, why_not
-from odc.bench.harness.ranks import NotRunError, Rank
+from odc.bench.harness.ranks import NotRunError, Rank, keep_from_collector
 from odc.bench.planning.paper_costs import MODELS, paper_cost
 from odc.bench.training.bubble import segments, spent_ns
-from odc.bench.training.emulated_model import FORWARD_SHARE, SleepingModel
+from odc.bench.training.sleeping import SleepingModel
 from odc.cli.hosts import parse_network
 from odc.fsdp_patch import observe_fsdp, patch_fsdp
 from odc.timeline import Timeline
@@ -116,9 +116,15 @@ class Settings:
     """Neighbouring ranks that compute the same microbatches: a rank of the plans."""
 
     def scenario(self) -> Scenario:
-        lengths = even_lengths(self.law, self.ranks * self.minibatch_size * self.minibatches)
-        most = max(int(even_lengths(self.law, LAW_SAMPLES).max()), int(lengths.max()))
-        return Scenario(lengths, self.cost(), self.ranks, self.minibatch_size, most, seed=self.seed)
+        return Scenario(self.lengths(), self.cost(), self.ranks, self.minibatch_size, self.max_tokens(), seed=self.seed)
+
+    def lengths(self) -> IntArray:
+        """Of the samples of all timed minibatches."""
+        return even_lengths(self.law, self.ranks * self.minibatch_size * self.minibatches)
+
+    def max_tokens(self) -> int:
+        """Of a microbatch."""
+        return max(int(even_lengths(self.law, LAW_SAMPLES).max()), int(self.lengths().max()))
 
     def cost(self) -> CostModel:
         return paper_cost(self.model)
@@ -183,7 +189,6 @@ def run_rank(me: Rank, settings: Settings, comm: Comm, sharding: Sharding, works
         mesh = init_device_mesh("cpu", (me.world_size,))
     model = SleepingModel(settings.layers, settings.numel * me.world_size, mesh)
     set_requires_all_reduce = cast(FSDPModule, model).set_requires_all_reduce
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     session = None
     if comm == "odc":
         session = patch_fsdp(model, share_in_host="on" if sharding == "shared" else "off")
@@ -194,8 +199,7 @@ def run_rank(me: Rank, settings: Settings, comm: Comm, sharding: Sharding, works
         model.clock.meet = functools.partial(meet, partners, timeline)
     memory = None if session is None else session.memory()
     run = RankRun(timeline, [], []) if memory is None else RankRun(timeline, [], [], memory.parameters, memory.overhead)
-    gc.collect()
-    gc.freeze()
+    keep_from_collector()
     dist.barrier()
     reduces_once = session is None and sharding == "hybrid"
     for number, microbatches in enumerate(works[rank]):
@@ -209,8 +213,7 @@ def run_rank(me: Rank, settings: Settings, comm: Comm, sharding: Sharding, works
                     if reduces_once:
                         set_requires_all_reduce(index == len(microbatches) - 1)
                     model.microbatch(seconds)
-            optimizer.step()
-            optimizer.zero_grad()
+            model.step()
         run.compute_ns.append(model.clock.take())
         run.cpu_ns.append(time.thread_time_ns() - cpu_ns)
         me.report(1.0 if rank == 0 else 0.0)

@@ -21,7 +21,6 @@ time here.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -36,13 +35,13 @@ import typer
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from odc.balance import MinibatchLoader, even_lengths, law_names
+from odc.balance import MinibatchLoader, law_names
 from odc.balance.checks import FloatArray
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table, check_known
-from odc.bench.harness.ranks import SILENCE_LIMIT_S, BenchError, Rank
-from odc.bench.planning.paper_costs import MODELS, paper_cost
-from odc.bench.training.emulated import LAW_SAMPLES
-from odc.bench.training.emulated_model import SleepingModel
+from odc.bench.harness.ranks import SILENCE_LIMIT_S, BenchError, Rank, keep_from_collector
+from odc.bench.planning.paper_costs import MODELS
+from odc.bench.training.emulated import Settings
+from odc.bench.training.sleeping import SleepingModel
 from odc.fsdp_patch import patch_fsdp
 from odc.fsdp_patch.session import Session
 
@@ -51,44 +50,24 @@ PERCENT = [0, 5, 25]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Settings):
     """What is run."""
 
-    law: str
-    microbatch_share: float
+    microbatch_share: float = 0.0
     """What a microbatch takes beside its samples, of what an average one takes by them."""
-    noise: float
-    slow: float
+    noise: float = 0.0
+    slow: float = 1.0
     """Speed of one rank."""
-    ranks: int
-    minibatch_size: int
-    minibatches: int
-    scale: float
-    """Seconds that a rank computes in an average minibatch."""
-    layers: int
-    model: str
-    seed: int
-
-    def lengths(self) -> Any:
-        return even_lengths(self.law, self.ranks * self.minibatch_size * self.minibatches)
 
     def speeds(self) -> FloatArray:
         return np.where(np.arange(self.ranks) == SLOW_RANK % self.ranks, self.slow, 1.0)
 
     def loader(self, rank: int, microbatch_cost: float, *, late: bool) -> MinibatchLoader[int, list[int]]:
         lengths = self.lengths()
-        most = max(int(even_lengths(self.law, LAW_SAMPLES).max()), int(lengths.max()))
         return MinibatchLoader(
-            Indices(), lengths, list, rank, self.ranks, minibatch_size=self.minibatch_size, cost=paper_cost(self.model),
-            max_tokens=most, microbatch_cost=microbatch_cost, late_binding=late, seed=self.seed,
+            range(lengths.size), lengths, list, rank, self.ranks, minibatch_size=self.minibatch_size, cost=self.cost(),
+            max_tokens=self.max_tokens(), microbatch_cost=microbatch_cost, late_binding=late, seed=self.seed,
         )  # fmt: skip
-
-
-class Indices:
-    """A dataset of indices."""
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 @dataclass
@@ -144,7 +123,7 @@ def run_rank(me: Rank, case: Case) -> tuple[list[RankRun], float]:
     """Both ways, a minibatch of each in turn, and the seconds of a minibatch of all ranks at the same time."""
     torch.manual_seed(0)
     meet_as_under_torchrun(me)
-    costs = paper_cost(case.model)(case.lengths())
+    costs = case.cost()(case.lengths())
     rng = np.random.default_rng(case.seed)
     actual = costs * np.exp(rng.normal(0.0, case.noise, costs.size) - case.noise**2 / 2)
     speeds = case.speeds()
@@ -152,24 +131,18 @@ def run_rank(me: Rank, case: Case) -> tuple[list[RankRun], float]:
     num_planned = sum(sum(planned.plan.num_microbatches) for planned in plain.sampler)
     microbatch_cost = case.microbatch_share * float(costs.sum()) / num_planned
     seconds_per_cost = case.scale * case.ranks * case.minibatches / float(costs.sum())
-    model = SleepingModel(case.layers, 256 * me.world_size, init_device_mesh("cpu", (me.world_size,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model = SleepingModel(case.layers, case.numel * me.world_size, init_device_mesh("cpu", (me.world_size,)))
     ways = [Way(case, me.rank, microbatch_cost, late=late) for late in (False, True)]
-    gc.collect()
-    gc.freeze()
+    keep_from_collector()
 
     def compute(samples: list[int]) -> None:
         cost = float(actual[samples].sum()) + microbatch_cost
         model.microbatch(cost * seconds_per_cost / float(speeds[me.rank]))
 
-    def end() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
     with patch_fsdp(model) as session:
         for number in range(case.minibatches):
             for way in ways if number % 2 else reversed(ways):
-                way.run(session, compute, end)
+                way.run(session, compute, model.step)
                 model.clock.take()
                 me.report(1.0 if me.rank == 0 else 0.0)
     runs = [way.found for way in ways]
@@ -238,10 +211,22 @@ def measure(
     laws = law or ["longalign", "swesmith", "aime"]
     check_known(law=(laws, law_names()), model=([model], MODELS))
     cases = [
-        Case(name, percent / 100, *estimates, ranks, minibatch_size, minibatches, scale, layers, model, seed)
+        Case(
+            ranks,
+            layers,
+            minibatches,
+            minibatch_size,
+            scale,
+            model,
+            name,
+            seed,
+            microbatch_share=percent / 100,
+            noise=of_costs,
+            slow=speed,
+        )
         for name in laws
         for percent in (microbatch_cost or PERCENT)
-        for estimates in ((0.0, 1.0), (noise, slow))
+        for of_costs, speed in ((0.0, 1.0), (noise, slow))
     ]
     run.begin(2 * len(cases) * minibatches)
     entries = []

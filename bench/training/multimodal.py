@@ -30,8 +30,7 @@ import typer
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures
 from odc.bench.harness.benchmark import Run as Bench
 from odc.bench.training.demo import WORDS
-from odc.bench.training.runs import LIBRARIES, Run, Way, check_examples, train_in_turns
-from odc.bench.training.summary import quietest, runs_table, summarize
+from odc.bench.training.runs import LIBRARIES, Run, Way, check_examples, quietest, runs_table, summarize, train_in_turns
 
 SCRIPT = Path("examples/multimodal_sft.py")
 OMNI = ("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni", "odc.balance.multimodal.run")

@@ -23,7 +23,6 @@ share the memory of one host, so the time of moving is none of a cluster's.
 
 from __future__ import annotations
 
-import gc
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,12 +58,12 @@ from odc.balance.multimodal.schedule import FORWARD_SHARE
 from odc.balance.plan import Comm
 from odc.balance.rearrange.rearrangement import Rearrangement
 from odc.balance.simulate.modalities import sample_modalities
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
-from odc.bench.harness.ranks import Rank
+from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, check_known
+from odc.bench.harness.ranks import Rank, keep_from_collector
 from odc.bench.planning.multimodal_sizes import SIZES, ModelSize
 from odc.bench.training.bubble import Segment
 from odc.bench.training.emulated import add_ratios
-from odc.bench.training.multimodal_model import DTYPE, Counting, RankRun, SleepingModel, segments
+from odc.bench.training.sleeping import DTYPE, Counting, ModalityModel, RankRun, segments
 from odc.setup.agreement import ProcessGroupExchange
 
 NUM_UNTIMED = 1  # minibatches at the start
@@ -198,10 +197,9 @@ class Feed:
 
 def run_rank(me: Rank, model: str, settings: Settings, way: str, pace: float) -> RankRun:
     """Train, as far as the others can tell. ``pace``: seconds per FLOP."""
-    gc.collect()
-    gc.freeze()
+    keep_from_collector()
     rank, size, how = me.rank, SIZES[model], WAYS[way]
-    emulated = SleepingModel(size, settings.width(size), pace, lockstep=how.comm == "collective")
+    emulated = ModalityModel(size, settings.width(size), pace, lockstep=how.comm == "collective")
     encoders, run = emulated.encoders(), emulated.run
     items: ItemExchange | None = None
     mover: Mover = InStep()
@@ -314,9 +312,7 @@ def measure(
     timelines: Annotated[Path | None, typer.Option(help="Write what all ranks did when to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the last minibatch of the last model.")] = None,
 ) -> Entries:
-    for names, known in ((model, list(SIZES)), (way, list(WAYS))):
-        if unknown := [name for name in names or () if name not in known]:
-            raise ValueError(f"{unknown[0]!r}: expected one of {'; '.join(known)}")
+    check_known(model=(model, SIZES), way=(way, WAYS))
     models, ways = model or list(SIZES), way or list(WAYS)
     settings = Settings(ranks, minibatches, minibatch_size, scale, shrink, seed)
     run.begin(len(models) * len(ways) * (minibatches + NUM_UNTIMED))

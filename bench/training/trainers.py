@@ -15,6 +15,7 @@ Not covered: GPUs, more than one host, FSDP1.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -94,21 +95,17 @@ Runs = dict[tuple[str, str], list[dict[str, Any]]]
 
 def _run_all(run: Run, scripts: list[str], ways: list[Way], repetitions: int, ranks: int, options: list[str]) -> Runs:
     runs: Runs = {(script, way.name): [] for script in scripts for way in ways}
-    run.begin(repetitions * len(scripts) * len(ways))
+    jobs = list(itertools.product(range(repetitions), scripts, ways))
     with tempfile.TemporaryDirectory() as folder:
-        for repetition in range(repetitions):
-            for script in scripts:
-                for way in ways:
-                    run.describe(f"{script}, {way.name}")
-                    place = Path(folder) / f"{script}-{way.name.replace(' ', '-')}-{repetition}"
-                    result = place / "result.json"
-                    run_child(way.command(script, ranks, [*options, "--log-json", str(result)]), place)
-                    found = json.loads(result.read_text())
-                    found["samples_per_s"] *= ranks
-                    runs[script, way.name].append(found)
-                    _check_losses(script, way, found, runs[script, PLAIN.name][0])
-                    run.advance()
-                    run.note(f"{place.name}: {found['samples_per_s']:.1f} samples/s")
+        for repetition, script, way in run.each(jobs, lambda job: f"{job[1]}, {job[2].name}"):
+            place = Path(folder) / f"{script}-{way.name.replace(' ', '-')}-{repetition}"
+            result = place / "result.json"
+            run_child(way.command(script, ranks, [*options, "--log-json", str(result)]), place)
+            found = json.loads(result.read_text())
+            found["samples_per_s"] *= ranks
+            runs[script, way.name].append(found)
+            _check_losses(script, way, found, runs[script, PLAIN.name][0])
+            run.note(f"{place.name}: {found['samples_per_s']:.1f} samples/s")
     return runs
 
 

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from odc.bench.harness.results import shown
 from odc.bench.training.bubble import LOSS_LABEL, Segment, bubble_rate, segments, shares
-from odc.bench.training.runs import Run
-from odc.bench.training.summary import quietest, runs_table, summarize
+from odc.bench.training.runs import Run, quietest, runs_table, summarize
 from odc.timeline import KINDS, Span, Timeline
 
 

@@ -28,7 +28,7 @@ from odc.bench.training.emulated import (
     shares,
     work_of,
 )
-from odc.bench.training.emulated_model import Clock
+from odc.bench.training.sleeping import Clock
 from odc.timeline import Span, Timeline
 
 TINY = Settings(ranks=2, layers=2, minibatches=3, minibatch_size=2, scale=0.05)
@@ -138,7 +138,7 @@ def test_a_sleep_that_is_too_long_is_taken_off_the_next(monkeypatch: pytest.Monk
         now_ns[0] += round(seconds * 1e9) + 3_000_000
 
     fake = SimpleNamespace(sleep=sleep, monotonic_ns=lambda: now_ns[0])
-    monkeypatch.setattr("odc.bench.training.emulated_model.time", fake)
+    monkeypatch.setattr("odc.bench.training.sleeping.time", fake)
     clock = Clock()
     for milliseconds in (10, 10, 2, 2, 10):
         clock.compute(milliseconds / 1e3)

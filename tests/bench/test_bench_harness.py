@@ -15,8 +15,18 @@ from typer.testing import CliRunner
 from odc.bench.communication import primitives
 from odc.bench.gpu.setting import Setting
 from odc.bench.harness import catalogue
-from odc.bench.harness.benchmark import Benchmark, Column, Entries, Numbers, Picture, Run, Table, numbers, summary
-from odc.bench.harness.environment import commit
+from odc.bench.harness.benchmark import (
+    Benchmark,
+    Column,
+    Entries,
+    Numbers,
+    Picture,
+    Run,
+    Table,
+    commit,
+    numbers,
+    summary,
+)
 from odc.bench.harness.ranks import BenchError, NotRunError, Place, Rank, run_ranks
 from odc.cli.app import app
 from odc.config import LaunchEnvironment

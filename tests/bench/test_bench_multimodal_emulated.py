@@ -12,7 +12,7 @@ from rich.console import Console
 from odc.bench.harness.benchmark import Run
 from odc.bench.harness.results import tables_of
 from odc.bench.training.multimodal_emulated import BENCHMARK, NUM_UNTIMED, WAYS, Settings, add_ratios, run_way, shares
-from odc.bench.training.multimodal_model import RankRun, segments
+from odc.bench.training.sleeping import RankRun, segments
 from odc.timeline import Span
 
 TINY = Settings(ranks=2, minibatches=2, minibatch_size=8, scale=0.1)

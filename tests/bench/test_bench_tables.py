@@ -25,8 +25,9 @@ from odc.balance import QuadraticCost
 from odc.balance.costs import evaluate
 from odc.balance.partition.differencing import largest_differencing
 from odc.bench.harness.benchmark import Run
-from odc.bench.planning import tables, textbook
+from odc.bench.planning import tables
 from odc.bench.planning.paper_costs import paper_cost
+from odc.bench.planning.partition_quality import optimal_makespan
 from odc.bench.planning.tables import Cell, read_cells, rms_error, simulate_cells
 from odc.cli.app import app
 
@@ -292,15 +293,15 @@ def test_the_optimum_is_that_of_brute_force(k: int, equal_size: bool) -> None:
             continue
         for costs in (rng.lognormal(0.0, 1.0, n), rng.integers(0, 6, n).astype(float)):
             expected = brute_force(costs, k, equal_size=equal_size)
-            assert textbook.optimal_makespan(costs, k, equal_size=equal_size) == pytest.approx(expected, abs=1e-12)
+            assert optimal_makespan(costs, k, equal_size=equal_size) == pytest.approx(expected, abs=1e-12)
 
 
 def test_eight_items_of_equal_count_in_four_parts() -> None:
     costs = np.array([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
-    assert textbook.optimal_makespan(costs, 4, equal_size=True) == 10.0
-    assert textbook.optimal_makespan(costs[:4], 4, equal_size=True) == 9.0
-    assert textbook.optimal_makespan(costs, 4, equal_size=False) == 10.0
+    assert optimal_makespan(costs, 4, equal_size=True) == 10.0
+    assert optimal_makespan(costs[:4], 4, equal_size=True) == 9.0
+    assert optimal_makespan(costs, 4, equal_size=False) == 10.0
     # Equal sizes cost something: alone, 9 is all there is to wait for.
     uneven = np.array([9.0, 3.0, 3.0, 3.0])
-    assert textbook.optimal_makespan(uneven, 2, equal_size=False) == 9.0
-    assert textbook.optimal_makespan(uneven, 2, equal_size=True) == 12.0
+    assert optimal_makespan(uneven, 2, equal_size=False) == 9.0
+    assert optimal_makespan(uneven, 2, equal_size=True) == 12.0

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from odc.bench.training.bubble import Recording
-from odc.bench.training.trace import write_trace
+from odc.bench.training.bubble import Recording, write_trace
 from odc.timeline import Span, Timeline
 
 MS = 1_000_000

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from odc._version import DISTRIBUTION, install_command
 from odc.balance import policy_names
 from odc.bench.gpu.speed import LAYERS, parameters
-from odc.bench.harness.figures import Figure, figures, update
+from odc.bench.harness.results import Figure, figures, update
 from odc.bench.planning import multimodal_sizes
 from odc.cli.app import app
 from odc.transports import registry

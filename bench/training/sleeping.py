@@ -1,17 +1,25 @@
-"""A model of several modalities that sleeps, for :mod:`.multimodal_emulated`, and what a rank did with it."""
+"""The device emulator: models that sleep where others compute, with real FSDP2 units or real exchanges around it.
+
+:class:`SleepingModel` is for :mod:`.emulated` and what runs as it does, :class:`ModalityModel` for
+:mod:`.multimodal_emulated`, with a record of what a rank did.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from odc import ItemExchange
 from odc.balance.checks import IntArray
@@ -21,8 +29,109 @@ from odc.balance.multimodal.carriers import Cargo, Carrier, Mover
 from odc.balance.multimodal.schedule import FORWARD_SHARE
 from odc.bench.planning.multimodal_sizes import ModelSize
 from odc.bench.training.bubble import Segment, cut
-from odc.bench.training.emulated_model import Clock
 from odc.timeline import Span
+
+
+class Clock:
+    """Emulates compute by sleeping. What a sleep lasts too long is taken off the next ones."""
+
+    def __init__(self) -> None:
+        self._owed_ns = 0
+        self.slept_ns = 0
+        """Since the last :meth:`take`."""
+        self.meet: Callable[[], None] = lambda: None
+        """Called before each forward and backward of a layer."""
+
+    def compute(self, seconds: float) -> None:
+        self._owed_ns += round(seconds * 1e9)
+        if self._owed_ns <= 0:
+            return
+        started_ns = time.monotonic_ns()
+        time.sleep(self._owed_ns * 1e-9)
+        spent_ns = time.monotonic_ns() - started_ns
+        self._owed_ns -= spent_ns
+        self.slept_ns += spent_ns
+
+    def take(self) -> int:
+        """What has been slept since the last call, nanoseconds. What was too long of it is not owed any more."""
+        spent_ns, self.slept_ns, self._owed_ns = self.slept_ns, 0, 0
+        return spent_ns
+
+
+class _Work(torch.autograd.Function):
+    """Outputs of the given shapes, in whose backward ``compute`` is called and each input has a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute: Callable[[], None],
+        dtype: torch.dtype,
+        shapes: Sequence[Sequence[int]],
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.compute, ctx.inputs = compute, [(tensor.shape, tensor.dtype) for tensor in inputs]
+        return tuple(torch.zeros(tuple(shape), dtype=dtype) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.compute()
+        return (None, None, None, *(torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.inputs))
+
+
+class SleepingLayer(nn.Module):
+    """One weight of ``numel`` elements, and the time that the layer takes."""
+
+    def __init__(self, numel: int, clock: Clock) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+        self.seconds = 0.0
+        """Of a forward and backward."""
+        self._clock = clock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._compute(FORWARD_SHARE * self.seconds)
+        backward = partial(self._compute, (1 - FORWARD_SHARE) * self.seconds)
+        out: torch.Tensor
+        (out,) = _Work.apply(backward, x.dtype, [x.shape], x, self.weight)  # type: ignore[no-untyped-call]
+        return out
+
+    def _compute(self, seconds: float) -> None:
+        self._clock.meet()
+        self._clock.compute(seconds)
+
+
+class SleepingModel(nn.Module):
+    """Layers of equal cost, each a unit of FSDP2, as decoder layers usually are."""
+
+    def __init__(self, num_layers: int, numel: int, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self._sleeping = [SleepingLayer(numel, self.clock) for _ in range(num_layers)]
+        self.layers = nn.ModuleList(self._sleeping)
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+        self._optimizer = torch.optim.SGD(self.parameters(), lr=1e-6)
+
+    def step(self) -> None:
+        """The end of a minibatch."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def microbatch(self, seconds: float) -> None:
+        """A forward and backward that compute for so long."""
+        for layer in self._sleeping:
+            layer.seconds = seconds / len(self._sleeping)
+        self(torch.zeros(1, requires_grad=True)).sum().backward()
+
+
+# A model of several modalities, and what a rank did with it
+
 
 DTYPE = torch.bfloat16
 """Of what encoders give, and its gradients."""
@@ -44,7 +153,7 @@ class RankRun:
     """That came from other ranks, of each cargo."""
 
 
-class SleepingModel:
+class ModalityModel:
     """The model of one rank: sleeps, and memory of the right sizes.
 
     Args:
@@ -95,7 +204,7 @@ class SleepingModel:
         seconds = self._seconds(self._phases[name], lengths)
         self.compute(name, FORWARD_SHARE * seconds)
         shapes = [(rows, self._width) for rows in self._size.rows(name, lengths).tolist()]
-        return list(_Work.apply(self, name, (1 - FORWARD_SHARE) * seconds, shapes, self._anchor))  # type: ignore[no-untyped-call]
+        return list(self._work(name, seconds, shapes))
 
     def language(
         self, texts: Sequence[Mapping[str, torch.Tensor]], outputs: Mapping[str, Sequence[torch.Tensor]]
@@ -109,10 +218,15 @@ class SleepingModel:
         seconds = self._seconds(self._phases["language"], np.array(lengths, dtype=np.int64))
         self.compute("language", FORWARD_SHARE * seconds)
         leaves = [leaf for found in outputs.values() for leaf in found]
-        (loss,) = _Work.apply(  # type: ignore[no-untyped-call]
-            self, "language", (1 - FORWARD_SHARE) * seconds, [()], self._anchor, *leaves
-        )
-        return loss
+        return self._work("language", seconds, [()], *leaves)[0]
+
+    def _work(
+        self, name: str, seconds: float, shapes: Sequence[tuple[int, ...]], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What a forward gives that is a part of so many seconds; its backward is the rest of them."""
+        backward = partial(self._backward, name, (1 - FORWARD_SHARE) * seconds)
+        found: tuple[torch.Tensor, ...] = _Work.apply(backward, DTYPE, shapes, self._anchor, *inputs)  # type: ignore[no-untyped-call]
+        return found
 
     def _seconds(self, phase: Phase, lengths: IntArray) -> float:
         together = [[list(range(lengths.size))]]
@@ -127,33 +241,10 @@ class SleepingModel:
         with self.span("compute", name):
             self.clock.compute(seconds)
 
-    def end_of_backward(self, name: str) -> None:
-        """Where gradients of parameters are reduced."""
-        if self._lockstep:
+    def _backward(self, name: str, seconds: float) -> None:
+        self.compute(name, seconds)
+        if self._lockstep:  # where gradients of parameters are reduced
             self.meet(name)
-
-
-class _Work(torch.autograd.Function):
-    """Outputs of the given shapes, whose backward is a sleep that gives each of the inputs a gradient of its shape."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rank: SleepingModel,
-        name: str,
-        seconds: float,
-        shapes: Sequence[tuple[int, ...]],
-        *inputs: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.rank, ctx.name, ctx.seconds = rank, name, seconds
-        ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in inputs]
-        return tuple(torch.zeros(shape, dtype=DTYPE) for shape in shapes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.rank.compute(ctx.name, ctx.seconds)
-        ctx.rank.end_of_backward(ctx.name)
-        return (None, None, None, None, *(torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.inputs))
 
 
 class Counting:
@@ -163,7 +254,7 @@ class Counting:
         items: that of an :class:`OnDemand`, whose runtime records its waits.
     """
 
-    def __init__(self, mover: Mover, rank: SleepingModel, items: ItemExchange | None) -> None:
+    def __init__(self, mover: Mover, rank: ModalityModel, items: ItemExchange | None) -> None:
         self.rank, self.moved = mover.rank, mover.moved
         self.num_bytes: Counter[str] = Counter()
         self._mover, self._model, self._items = mover, rank, items
