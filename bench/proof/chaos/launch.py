@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import re
-import select
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from odc.bench.proof.chaos.script import KILL, WRONG_NUMBERS, order
+from odc.bench.harness.warm_launch import Forker
+from odc.bench.proof.chaos.script import KILL, WRONG_NUMBERS
 from odc.bench.proof.chaos.trials import DIFFER, STORE, Trial
 
 TRIAL_LIMIT_S = 60.0  # from its start, whatever happens
@@ -79,22 +75,20 @@ class _Seen:
     """What each rank has written."""
 
 
-class Ranks:
-    """A warm process that forks the ranks of one trial after the other. Close it."""
+class Ranks(Forker):
+    """A warm process that forks the ranks of one trial after the other."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "odc.bench.proof.chaos.script"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        self._rest = b""
-        if not self._next(TRIAL_LIMIT_S):
+        super().__init__("odc.bench.proof.chaos.script")
+        if not self.answer(TRIAL_LIMIT_S):
             raise RuntimeError("the process that starts ranks does not start itself: see its error above")
 
     def run(self, trial: Trial) -> Outcome:
         with tempfile.TemporaryDirectory(prefix="odc-chaos-") as name:
             folder = Path(name)
             (folder / "tmp").mkdir()
-            self._send(order(trial, folder))
-            seen = _Seen((self._next(TRIAL_LIMIT_S) or {})["pids"])
+            self.send({"trial": asdict(trial), "folder": str(folder)})
+            seen = _Seen((self.answer(TRIAL_LIMIT_S) or {})["pids"])
             self._watch(trial, folder, seen)
             logs = [_read(folder / f"log{rank}") for rank in range(trial.world_size)]
             seen.texts = [re.sub(r"^\[rank\d+\]: ?", "", log, flags=re.MULTILINE) for log in logs]  # torch's excepthook
@@ -106,7 +100,7 @@ class Ranks:
         started = time.monotonic()
         victim, send_at, resume_at = seen.pids[trial.victim], None, None
         while True:
-            event, now = self._next(_BETWEEN_LOOKS_S), time.monotonic()
+            event, now = self.answer(_BETWEEN_LOOKS_S), time.monotonic()
             if event and "left" in event:
                 seen.left += event["left"]
                 return
@@ -139,34 +133,7 @@ class Ranks:
         )
         if is_late or run_s > TRIAL_LIMIT_S or (trial.action == "stop" and left == {trial.victim}):
             seen.killed = left
-            self._send(KILL + "\n")
-
-    def _send(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line.encode())
-
-    def _next(self, limit_s: float) -> dict[str, Any] | None:
-        """The next report, or None if there is none within the limit."""
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + limit_s
-        while b"\n" not in self._rest:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0.0))
-            if not ready:
-                return None
-            piece = os.read(self._process.stdout.fileno(), 65536)
-            if not piece:
-                raise RuntimeError("the process that starts ranks has ended")
-            self._rest += piece
-        line, _, self._rest = self._rest.partition(b"\n")
-        report: dict[str, Any] = json.loads(line)
-        return report
-
-    def close(self) -> None:
-        self._process.kill()  # the ranks die with it
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+            self.send(KILL)
 
 
 def run_trials(

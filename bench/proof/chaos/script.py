@@ -9,7 +9,6 @@ as lines of JSON on standard input; what happens is reported as lines of JSON on
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import select
@@ -18,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +31,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import odc
 from odc.balance import LinearCost, Minibatch, MinibatchLoader
-from odc.bench.harness.ranks import die_with_parent, meet
+from odc.bench.harness.ranks import die_with_parent, keep_from_collector, meet
+from odc.bench.harness.warm_launch import answer, redirect
 from odc.bench.proof.chaos.trials import (
     CLAIM,
     COLLECTIVE_LIMIT_S,
@@ -338,13 +337,11 @@ def serve() -> tuple[Trial, int, Path] | None:
     # What a rank leaves behind becomes our child, wherever it went.
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
-    gc.collect()
-    gc.freeze()  # or the end of each rank's interpreter copies all of it
-    _report(ready=True)
+    keep_from_collector()  # or the end of each rank's interpreter copies all of it
+    answer({"ready": True})
     while line := sys.stdin.readline():
-        if line.strip() == KILL:
+        if (order := json.loads(line)) == KILL:
             continue  # it came too late, all ranks had ended
-        order = json.loads(line)
         trial, folder = Trial(**order["trial"]), Path(order["folder"])
         pids: dict[int, int] = {}
         for rank in range(trial.world_size):
@@ -356,23 +353,19 @@ def serve() -> tuple[Trial, int, Path] | None:
         store = [os.fork()] if trial.late else []
         if store == [0]:
             keep_store(folder)
-        _report(pids=[*pids, *store])
+        answer({"pids": [*pids, *store]})
         _reap(pids)
         for pid in store:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        _report(left=_children())
+        answer({"left": _children()})
     return None
 
 
 def _enter(rank: int, folder: Path) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where all this runs in the background
-    for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)):
-        opened = os.open(path, flags, 0o600)
-        os.dup2(opened, descriptor)
-        os.close(opened)
-    os.dup2(1, 2)
+    redirect(folder / f"log{rank}")
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder / "tmp")
 
 
@@ -382,12 +375,12 @@ def _reap(pids: dict[int, int]) -> None:
         ready, _, _ = select.select([sys.stdin], [], [], _BETWEEN_LOOKS_S)
         if ready:
             line = sys.stdin.readline()
-            for pid in pids if not line or line.strip() == KILL else ():
+            for pid in pids if not line or json.loads(line) == KILL else ():
                 os.kill(pid, signal.SIGKILL)
         for pid in list(pids):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                _report(rank=pids.pop(pid), code=os.waitstatus_to_exitcode(status), at=time.monotonic())
+                answer({"rank": pids.pop(pid), "code": os.waitstatus_to_exitcode(status), "at": time.monotonic()})
 
 
 def _children() -> list[str]:
@@ -398,16 +391,6 @@ def _children() -> list[str]:
         os.kill(int(pid), signal.SIGKILL)
         os.waitpid(int(pid), 0)
     return left
-
-
-def _report(**facts: object) -> None:
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
-
-
-def order(trial: Trial, folder: Path) -> str:
-    """The line that starts a trial."""
-    return json.dumps({"trial": asdict(trial), "folder": str(folder)}) + "\n"
 
 
 if __name__ == "__main__":
