@@ -122,18 +122,19 @@ class FakeEngine(Engine):
         number: int = getattr(self._here, "launches", 0)
         return number
 
+    def _launch(self, work: Callable[[], object], after_chunk: AfterChunk) -> None:
+        """One, whatever it reaches."""
+        self.run(work)
+        after_chunk()
+
     def stream_key(self) -> int:
         return hash(self.current)
 
     def copy(self, outs: Tensors, sources: Tensors, after_chunk: AfterChunk = no_op) -> None:
-        self.run(lambda: copy_chunked(outs, sources))
-        after_chunk()
+        self._launch(lambda: copy_chunked(outs, sources), after_chunk)
 
     def add(self, totals: Tensors, addends: Tensors, after_chunk: AfterChunk = no_op) -> None:
-        self.run(lambda: add_chunked(totals, addends))
-        after_chunk()
-
-    # One launch each, whatever they reach.
+        self._launch(lambda: add_chunked(totals, addends), after_chunk)
 
     def read_rows(
         self,
@@ -143,20 +144,17 @@ class FakeEngine(Engine):
         own_in_place: bool = False,
         after_chunk: AfterChunk = no_op,
     ) -> None:
-        self.run(lambda: _AT_ONCE.read_rows(outs, shards, rank, own_in_place))
-        after_chunk()
+        self._launch(lambda: _AT_ONCE.read_rows(outs, shards, rank, own_in_place), after_chunk)
 
     def write_rows(
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
-        self.run(lambda: _AT_ONCE.write_rows(buffers, parts, rank))
-        after_chunk()
+        self._launch(lambda: _AT_ONCE.write_rows(buffers, parts, rank), after_chunk)
 
     def add_rows(
         self, buffers: Sequence[torch.Tensor], parts: Sequence[Part], rank: int, after_chunk: AfterChunk = no_op
     ) -> None:
-        self.run(lambda: self._add_alone(buffers, parts))
-        after_chunk()
+        self._launch(lambda: self._add_alone(buffers, parts), after_chunk)
 
     @staticmethod
     def _add_alone(buffers: Sequence[torch.Tensor], parts: Sequence[Part]) -> None:
@@ -175,12 +173,10 @@ class FakeEngine(Engine):
         additions: Sequence[Addition],
         after_chunk: AfterChunk = no_op,
     ) -> None:
-        self.run(lambda: _AT_ONCE.add_slots(slots, slot_bytes, dtype, additions))
-        after_chunk()
+        self._launch(lambda: _AT_ONCE.add_slots(slots, slot_bytes, dtype, additions), after_chunk)
 
     def zero(self, out: torch.Tensor, after_chunk: AfterChunk = no_op) -> None:
-        self.run(lambda: zero_chunked(out))
-        after_chunk()
+        self._launch(lambda: zero_chunked(out), after_chunk)
 
     def background(self) -> AbstractContextManager[None]:
         return self.on(_BACKGROUND)

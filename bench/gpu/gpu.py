@@ -43,10 +43,7 @@ from odc.engines.base import COPY_ENGINE, KERNEL
 
 
 def _no_peers(setting: Setting) -> str | None:
-    world_size = min(setting.worlds)
-    if setting.owns_gpus(world_size):
-        return None
-    return f"needs a GPU per rank: {setting.num_gpus} for {world_size} ranks, so there is no link to measure"
+    return setting.lacks_gpus(", so there is no link to measure")
 
 
 def _none_shared(setting: Setting) -> str | None:
@@ -255,12 +252,10 @@ def run_checks(run: Run, checks: Sequence[Check], setting: Setting) -> Entries:
     run.environment |= run_isolated("environment", "odc.bench.gpu.device:describe", setting, _DESCRIBE_LIMIT_S).data
     outcomes: list[Outcome] = []
     found: Entries = {}
-    run.begin(len(checks), "checks")
-    for number, check in enumerate(checks, start=1):
+    for number, check in enumerate(run.each(checks), start=1):
         run.note(f"({number}/{len(checks)}) {check.name}: {check.proves} ...")
         outcomes.append(_run(check, setting))
         run.note(f"    {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s")
-        run.advance()
         found = {"summary": summary(outcomes), "checks": rows_of(outcomes)}
         run.keep(found)
     print_outcomes(outcomes)

@@ -53,6 +53,13 @@ class Setting(Place):
     transfer_table: str = ""
     """File for the table of measured transfers, if not empty."""
 
+    def lacks_gpus(self, so: str) -> str | None:
+        """That even the fewest ranks have no GPU each, and what follows; None if they have."""
+        world_size = min(self.worlds)
+        if self.owns_gpus(world_size):
+            return None
+        return f"needs a GPU per rank: {self.num_gpus} for {world_size} ranks{so}"
+
     @property
     def group_limit_s(self) -> float:
         """How long the ranks of one process group may take."""

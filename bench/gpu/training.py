@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from odc.bench.proof.conformance.training import network
 from odc.bench.proof.sharding import blocks_of, by_unit, wrap_of
 
 VOCABULARY = 17  # that of network()
-PRECISIONS = ("fp32", "bf16")
 FSDPS = ("fsdp2", "fsdp1")
 
 
@@ -70,12 +70,12 @@ def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def shard(model: nn.Module, fsdp: str, precision: str, device: torch.device, world_size: int) -> nn.Module:
-    """The model on ``device``, one unit per layer and one for the rest. Collective."""
-    mesh = init_device_mesh(device.type, (world_size,))
+def shard(model: nn.Module, rank: Rank, fsdp: str = "fsdp2", precision: str = "fp32") -> nn.Module:
+    """The model on its rank's device, one unit per layer and one for the rest. Collective."""
+    mesh = init_device_mesh(rank.device.type, (rank.world_size,))
     dtypes = (torch.bfloat16, torch.float32) if precision == "bf16" else None
     kind = "fsdp1-orig" if fsdp == "fsdp1" else fsdp
-    return by_unit(model.to(device), wrap_of(kind, mesh, dtypes=dtypes, device=device))
+    return by_unit(model.to(rank.device), wrap_of(kind, mesh, dtypes=dtypes, device=rank.device))
 
 
 # One loop, and the same in one process. In every step the ranks have one to three microbatches, and one has none
@@ -163,48 +163,6 @@ def train(rank: Rank, model: nn.Module, steps: int, end: End = step) -> list[flo
             dist.all_reduce(total)
             losses.append(float(total) / count)
     return losses
-
-
-STEPS, QUICK_STEPS = 8, 3
-TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
-
-
-def check_sft(setting: Setting) -> Report:
-    """Check ``sft``: fine-tuning under ODC has the losses of one process that trains alone.
-
-    A small language model, FSDP2 and FSDP1, fp32 and bf16 mixed precision. In every step the ranks have one to three
-    microbatches each, and one of them has none. The reference trains in float64, without FSDP and without ODC, on the
-    same microbatches.
-    """
-    steps = QUICK_STEPS if setting.quick else STEPS
-    errors: dict[str, float] = {}
-    for world_size in setting.worlds:
-        wanted, cells = run_ranks(setting, world_size, train_all, steps)[0]
-        for name, losses in cells.items():
-            key = f"{name}, {world_size} ranks"
-            errors[key] = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
-            limit = TOLERANCES[name.split()[1]]
-            require(errors[key] <= limit, f"{key}: losses {losses}, reference {wanted}: off by {errors[key]:.1e}")
-    worst = {p: max(error for key, error in errors.items() if f" {p}," in key) for p in PRECISIONS}
-    text = f"largest relative error of a loss {worst['fp32']:.0e} in fp32, {worst['bf16']:.0e} in bf16"
-    return Report(text, {"steps": steps, "errors": errors})
-
-
-def train_all(rank: Rank, steps: int) -> tuple[list[float], dict[str, list[float]]]:
-    """Losses of the reference (rank 0 only), and of each way to shard."""
-    wanted = (
-        train_alone(language_model().to(rank.device), microbatches_of_all(rank.world_size, steps))
-        if rank.rank == 0
-        else []
-    )
-    rank.meet()
-    cells = {}
-    for fsdp in FSDPS:
-        for precision in PRECISIONS:
-            model = shard(language_model(), fsdp, precision, rank.device, rank.world_size)
-            cells[f"{fsdp} {precision}"] = train(rank, model, steps)
-            rank.meet()
-    return wanted, cells
 
 
 FORM_STEPS, QUICK_FORM_STEPS = 6, 3
@@ -315,7 +273,7 @@ def in_float8(model: nn.Module, rank: Rank) -> nn.Module:
     model = model.to(rank.device)
     for module in _linear_layers(model):
         module.weight = nn.Parameter(Float8(module.weight.detach()))
-    return shard_by_fsdp2(model, rank)
+    return shard(model, rank)
 
 
 class _Rounding(nn.Module):
@@ -349,14 +307,41 @@ class Form:
 
 
 FORMS = {
-    "steps by unit": Form(shard_by_fsdp2, end=odc.step_by_unit),
-    "changed between steps": Form(shard_by_fsdp2, end=step_and_change, end_alone=step_and_change),
+    "steps by unit": Form(shard, end=odc.step_by_unit),
+    "changed between steps": Form(shard, end=step_and_change, end_alone=step_and_change),
     # A weight in the middle of two numbers of float8 may be rounded the other way.
     "float8 travels": Form(in_float8, alone=_round_weights, tolerance=1e-3),
     "parameters on the CPU": Form(offloaded),
     "replicas": Form(replicated, world_size=4),
     "two meshes": Form(on_two_meshes, world_size=4),
 }
+
+
+STEPS, QUICK_STEPS = 8, 3
+TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
+SFT = {
+    f"{fsdp} {precision}": Form(partial(shard, fsdp=fsdp, precision=precision), tolerance=tolerance)
+    for fsdp in FSDPS
+    for precision, tolerance in TOLERANCES.items()
+}
+
+
+def check_sft(setting: Setting) -> Report:
+    """Check ``sft``: fine-tuning under ODC has the losses of one process that trains alone.
+
+    A small language model, FSDP2 and FSDP1, fp32 and bf16 mixed precision. In every step the ranks have one to three
+    microbatches each, and one of them has none. The reference trains in float64, without FSDP and without ODC, on the
+    same microbatches.
+    """
+    steps = QUICK_STEPS if setting.quick else STEPS
+    errors: dict[str, float] = {}
+    for world_size in setting.worlds:
+        for name, (error, wrong) in _compared(setting, world_size, SFT, steps).items():
+            errors[f"{name}, {world_size} ranks"] = error
+            require(not wrong, f"{name}, {world_size} ranks: {wrong}")
+    worst = {p: max(error for key, error in errors.items() if f" {p}," in key) for p in TOLERANCES}
+    text = f"largest relative error of a loss {worst['fp32']:.0e} in fp32, {worst['bf16']:.0e} in bf16"
+    return Report(text, {"steps": steps, "errors": errors})
 
 
 def check_forms(setting: Setting) -> Report:
@@ -368,16 +353,13 @@ def check_forms(setting: Setting) -> Report:
     """
     steps = QUICK_FORM_STEPS if setting.quick else FORM_STEPS
     errors: dict[str, float] = {}
-    failures = []
+    failures: list[str] = []
     for name, form in FORMS.items():
         try:
-            wanted, losses = run_ranks(setting, form.world_size, train_form, form, steps)[0]
+            ((errors[name], wrong),) = _compared(setting, form.world_size, {name: form}, steps).values()
         except CheckFailedError as failure:
-            failures.append(f"{name}: {failure}")
-            continue
-        errors[name] = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
-        if not errors[name] <= form.tolerance:
-            failures.append(f"{name}: losses {losses}, reference {wanted}: off by {errors[name]:.1e}")
+            wrong = str(failure)
+        failures += [f"{name}: {wrong}"] * bool(wrong)
     data = {"steps": steps, "errors": errors}
     if failures:
         raise CheckFailedError("; ".join(failures), data)
@@ -386,12 +368,26 @@ def check_forms(setting: Setting) -> Report:
     return Report(f"{figures}, with float8 {errors['float8 travels']:.0e}", data)
 
 
-def train_form(rank: Rank, form: Form, steps: int) -> tuple[list[float], list[float]]:
-    """Losses of one process (rank 0 only), and of all ranks."""
-    wanted = []
-    if rank.rank == 0:
-        model = language_model()
-        form.alone(model)
-        wanted = train_alone(model.to(rank.device), microbatches_of_all(rank.world_size, steps), form.end_alone)
-    rank.meet()
-    return wanted, train(rank, form.shard(language_model(), rank), steps, form.end)
+def _compared(setting: Setting, world_size: int, forms: Mapping[str, Form], steps: int) -> dict[str, tuple[float, str]]:
+    """Of each form the largest relative error of a loss, and what is wrong about it, in words."""
+    found = {}
+    for name, (wanted, losses) in run_ranks(setting, world_size, train_forms, forms, steps)[0].items():
+        error = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
+        is_right = error <= forms[name].tolerance
+        found[name] = error, "" if is_right else f"losses {losses}, reference {wanted}: off by {error:.1e}"
+    return found
+
+
+def train_forms(rank: Rank, forms: Mapping[str, Form], steps: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Of each form the losses of one process (rank 0 only), and of all ranks."""
+    found = {}
+    for name, form in forms.items():
+        wanted = []
+        if rank.rank == 0:
+            model = language_model()
+            form.alone(model)
+            wanted = train_alone(model.to(rank.device), microbatches_of_all(rank.world_size, steps), form.end_alone)
+        rank.meet()
+        found[name] = wanted, train(rank, form.shard(language_model(), rank), steps, form.end)
+        rank.meet()
+    return found

@@ -320,11 +320,7 @@ _HEAP_BYTES = 8 << 30  # it is never given back, and a check makes a runtime per
 
 def why_no_nvshmem(setting: Setting) -> str | None:
     """Why NVSHMEM cannot be checked here, or None."""
-    if NAME not in registry.names():
-        return "this version has no transport of that name"
-    if not setting.owns_gpus(min(setting.worlds)):
-        return f"needs a GPU per rank: {setting.num_gpus} for {min(setting.worlds)} ranks (several share one under MPS)"
-    return None
+    return setting.lacks_gpus(" (several share one under MPS)")
 
 
 def check_nvshmem(setting: Setting) -> Report:

@@ -19,7 +19,16 @@ from odc.balance import MinibatchLoader, QuadraticCost
 from odc.bench.gpu.device import cycles_per_s, spin
 from odc.bench.gpu.setting import CheckFailedError, Report, Setting, require, run_ranks
 from odc.bench.gpu.streams import Streams, create_runtime
-from odc.bench.gpu.training import TIMEOUT_S, VOCABULARY, language_model, loss_of, optimizer_of, shard, train_alone
+from odc.bench.gpu.training import (
+    TIMEOUT_S,
+    VOCABULARY,
+    language_model,
+    loss_of,
+    optimizer_of,
+    shard,
+    step,
+    train_alone,
+)
 from odc.bench.harness.benchmark import Column, Table, summary
 from odc.bench.harness.ranks import Rank
 from odc.engines.base import Part
@@ -280,7 +289,7 @@ def train(rank: Rank, steps: int) -> tuple[list[list[int]], list[float], int, li
     """Samples that this rank has computed in each step; the losses of all; how many it has taken; learned speeds."""
     dataset = Samples(rank.world_size * PER_RANK * steps)
     slower = SLOWER if rank.rank == SLOW_RANK else 1
-    model = shard(language_model(), "fsdp2", "fp32", rank.device, rank.world_size)
+    model = shard(language_model(), rank)
     optimizer = optimizer_of(model)
     computed, losses = list[list[int]](), list[torch.Tensor]()
     with odc.patch_fsdp(model, transport=rank.place.transport, timeout_s=TIMEOUT_S):
@@ -297,8 +306,7 @@ def train(rank: Rank, steps: int) -> tuple[list[list[int]], list[float], int, li
                 loss = loss_of(model, tokens) / (rank.world_size * PER_RANK)
                 (loss * rank.world_size).backward()  # type: ignore[no-untyped-call]
                 own, mine = own + loss.detach(), mine + indices
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer)
             computed.append(mine)
             losses.append(own)
         loader.close()

@@ -15,7 +15,7 @@ import odc
 from odc import OdcError
 from odc.bench.gpu.setting import CheckFailedError, Report, Setting, require, run_ranks
 from odc.bench.gpu.streams import MODES, Case, RandomRun, create_runtime
-from odc.bench.gpu.training import Perceptron, shard
+from odc.bench.gpu.training import Perceptron, shard, step
 from odc.bench.harness.ranks import Rank
 from odc.fsdp_patch.publishing import FIRST_MINIBATCHES
 
@@ -90,7 +90,7 @@ def run_ahead(rank: Rank, mode: str) -> float:
 def train_without_waiting(rank: Rank) -> int:
     """How many steps ran while torch raised at synchronizing operations; CUDA only."""
     torch.manual_seed(0)
-    model = shard(Perceptron(), "fsdp2", "fp32", rank.device, rank.world_size)
+    model = shard(Perceptron(), rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = torch.randn(16, 128, device=rank.device)
     with odc.patch_fsdp(model, transport=rank.place.transport):
@@ -111,8 +111,7 @@ def train_without_waiting(rank: Rank) -> int:
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, microbatches: int) -> None:
     for _ in range(microbatches):
         model(data).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step(model, optimizer)
 
 
 def _require_alert(tensor: torch.Tensor) -> None:
