@@ -86,15 +86,21 @@ ROWS = (
 
 
 def odb_epoch(
-    lengths: IntArray, max_tokens: int, world_size: int = WORLD_SIZE, pool_size: int = POOL_SIZE
+    lengths: IntArray,
+    max_tokens: int,
+    world_size: int = WORLD_SIZE,
+    pool_size: int = POOL_SIZE,
+    *,
+    joins: bool = True,
 ) -> StreamedEpoch:
-    """An epoch of ODB in join mode: sample i is rank i % world_size's, ranks go on until all of them are done.
+    """An epoch of ODB, in join mode unless told otherwise: sample i is that of rank i % world_size, and ranks go on
+    until all of them are done.
 
     Args:
         lengths: of the shuffled samples, (num_samples,).
     """
     grouping = Grouping("token-budget", max_tokens, None, False)
-    rounds = [AlignedRounds(grouping, pool_size, rank, world_size) for rank in range(world_size)]
+    rounds = [AlignedRounds(grouping, pool_size, rank, world_size, joins=joins) for rank in range(world_size)]
     return stream_epoch(lengths, LinearCost(), rounds, has_indices=False)
 
 
@@ -183,10 +189,7 @@ def dropped_percent(bound: Bound, seed: int = 0) -> float | None:
     if bound.dataset == "MM-Mix":
         return None
     lengths = shuffled(bound.dataset, bound.num_samples, seed)
-    grouping = Grouping("token-budget", bound.max_tokens, None, False)
-    ranks = range(WORLD_SIZE)
-    rounds = [AlignedRounds(grouping, bound.depth, rank, WORLD_SIZE, joins=False) for rank in ranks]
-    epoch = stream_epoch(lengths, LinearCost(), rounds, has_indices=False)
+    epoch = odb_epoch(lengths, bound.max_tokens, pool_size=bound.depth, joins=False)
     return 100 * (1 - int(epoch.num_samples.sum()) / bound.num_samples)
 
 

@@ -135,29 +135,23 @@ class Case(_Values):  # type: ignore[misc]  # its fields are told once, above
 def impossible(values: Mapping[str, str]) -> str | None:
     """Why no script can do this, FSDP being what it is; None if one can."""
     is_fsdp1 = values["fsdp"] != "fsdp2"
-    if is_fsdp1 != (values["staging"] == "none"):
-        return "FSDP2 alone has buffers to do without"
-    if values["reshard"] == "int" and (is_fsdp1 or values["ranks"] != "4"):
-        return "reshard_after_forward takes a number under FSDP2 only, and the number must divide the ranks"
-    if values["transport"] == "shared" and values["ranks"] != "4":
-        return "two hosts of two ranks share"
-    if values["reshard"] == "no" and is_fsdp1 and values["ranks"] == "2x2":
-        return "HYBRID_SHARD reshards"
-    if values["units"] == "1" and (values["frozen"] == "unit" or values["unused"] != "no" or values["twice"] != "no"):
-        return "there is no unit beside the root"
-    if values["frozen"] == "some" and values["fsdp"] == "fsdp1-flat":
-        return "a flat parameter is frozen or not"
-    if (
-        not is_fsdp1
-        and values["precision"] == "bf16"
-        and values["sync"] == "last"
-        and values["unused"] != "no"
-        and values["counts"] != "one"
-    ):
-        return "FSDP2 itself fails: set_requires_gradient_sync(False), an unused unit and reduction in another dtype"
-    if values["evaluation"] == "none" and values["evaluated_by"] != "all":
-        return "nothing is evaluated"
-    return None
+    needs_a_unit = values["frozen"] == "unit" or values["unused"] != "no" or values["twice"] != "no"
+    is_last_of_several = values["sync"] == "last" and values["unused"] != "no" and values["counts"] != "one"
+    reasons = {
+        "FSDP2 alone has buffers to do without": is_fsdp1 != (values["staging"] == "none"),
+        "reshard_after_forward takes a number under FSDP2 only, and the number must divide the ranks": (
+            values["reshard"] == "int" and (is_fsdp1 or values["ranks"] != "4")
+        ),
+        "two hosts of two ranks share": values["transport"] == "shared" and values["ranks"] != "4",
+        "HYBRID_SHARD reshards": values["reshard"] == "no" and is_fsdp1 and values["ranks"] == "2x2",
+        "there is no unit beside the root": values["units"] == "1" and needs_a_unit,
+        "a flat parameter is frozen or not": values["frozen"] == "some" and values["fsdp"] == "fsdp1-flat",
+        "FSDP2 itself fails: set_requires_gradient_sync(False), an unused unit and reduction in another dtype": (
+            not is_fsdp1 and values["precision"] == "bf16" and is_last_of_several
+        ),
+        "nothing is evaluated": values["evaluation"] == "none" and values["evaluated_by"] != "all",
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
 
 
 def generate(seed: int) -> Iterator[Case]:

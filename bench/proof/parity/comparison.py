@@ -174,16 +174,16 @@ def _judge(number: int, case: Case, messages: Sequence[dict[str, Any] | None]) -
     told = [f"rank {rank}: {m['error']}: {m['text']}" for rank, m in failures]
     silent = [rank for rank, message in enumerate(messages) if message is None]
     reason = "; ".join([*told, *(f"rank {rank}: no word" for rank in silent)])
-    if any(m.get("plain") for _, m in failures):
-        return Outcome(number, case, "not plain", reason)
-    for _, message in failures:
-        if message["error"] in _REFUSALS:
-            return Outcome(number, case, "refused", f"{message['error']}: {message['text']}")
+    refusals = [f"{m['error']}: {m['text']}" for _, m in failures if m["error"] in _REFUSALS]
     is_late = any(m["error"] == odc.PeerSilentError.__name__ or "imed out" in m["text"] for _, m in failures)
-    if (silent and not failures) or is_late:
-        return Outcome(number, case, "hang", reason)
-    if failures:
-        return Outcome(number, case, "crash", reason)
+    ends = {
+        "not plain": any(m.get("plain") for _, m in failures),
+        "refused": bool(refusals),
+        "hang": bool(silent and not failures) or is_late,
+        "crash": bool(failures),
+    }
+    if status := next((status for status, is_so in ends.items() if is_so), ""):
+        return Outcome(number, case, status, refusals[0] if status == "refused" else reason)
     complete = [message for message in messages if message is not None]
     errors = {what: max(m["errors"][what] for m in complete) for what in complete[0]["errors"]}
     wrong = [f"rank {rank}: {text}" for rank, m in enumerate(complete) for text in m["wrong"]]
