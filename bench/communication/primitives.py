@@ -371,8 +371,7 @@ def _by_size(result: Entries, size: int) -> dict[str, dict[str, Any]]:
 
 
 def _times(rows: dict[str, dict[str, Any]], slow: str, fast: str) -> float:
-    ratio: float = rows[slow]["time_s"]["median"] / rows[fast]["time_s"]["median"]
-    return ratio
+    return float(rows[slow]["time_s"]["median"] / rows[fast]["time_s"]["median"])
 
 
 def figures(result: Entries) -> Figures:

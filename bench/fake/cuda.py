@@ -89,8 +89,7 @@ class FakeEngine(Engine):
 
     @property
     def current(self) -> str:
-        name: str = getattr(self._here, "name", "main")
-        return name
+        return str(getattr(self._here, "name", "main"))
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
@@ -119,8 +118,7 @@ class FakeEngine(Engine):
 
     def num_launches(self) -> int:
         """Calls of a driver that a device would have taken from this thread so far."""
-        number: int = getattr(self._here, "launches", 0)
-        return number
+        return int(getattr(self._here, "launches", 0))
 
     def _launch(self, work: Callable[[], object], after_chunk: AfterChunk) -> None:
         """One, whatever it reaches."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,36 +25,43 @@ from odc.setup.agreement import ProcessGroupExchange
 SYNCHRONIZE_LIMIT_S = 60.0
 
 
-class Streams(ABC):
-    """What the checks do with streams."""
+class Streams:
+    """What the checks do with streams: those of an engine that poses as a GPU's; or none, and everything happens within
+    the call."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    @abstractmethod
     def on(self, name: str) -> AbstractContextManager[object]:
         """Inside, this thread's work goes to the stream of that name."""
+        enter: Callable[[str], AbstractContextManager[object]] | None = getattr(self.engine, "on", None)
+        return nullcontext() if enter is None else enter(name)
 
-    @abstractmethod
     def delay(self, seconds: float) -> None:
         """Keep the current stream busy for about so long."""
+        self.engine.run(lambda: time.sleep(seconds))
 
-    @abstractmethod
     def mark(self) -> Callable[[], bool]:
         """A question to ask later: has the current stream done all it was given so far?"""
+        done = threading.Event()
+        self.engine.run(done.set)
+        return done.is_set
 
-    @abstractmethod
     def stamp(self) -> Callable[[], float]:
         """When the current stream comes to this point, in seconds since some moment of this rank's; to be asked when it
         has."""
+        times: list[float] = []
+        self.engine.run(lambda: times.append(time.perf_counter()))
+        return lambda: times[0]
 
-    @abstractmethod
     def synchronize(self) -> None:
         """As ``torch.cuda.synchronize()``: the host waits for all streams of this rank."""
+        if not self.engine.synchronize(SYNCHRONIZE_LIMIT_S):
+            raise TimeoutError(f"streams were not idle after {SYNCHRONIZE_LIMIT_S:g} s")
 
 
 class CudaStreams(Streams):
-    """torch's."""
+    """The same of torch's."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         super().__init__(engine)
@@ -85,35 +91,10 @@ class CudaStreams(Streams):
         torch.cuda.synchronize(self._device)
 
 
-class HostStreams(Streams):
-    """Those of an engine that poses as a GPU's; or none, and everything happens within the call."""
-
-    def on(self, name: str) -> AbstractContextManager[object]:
-        enter: Callable[[str], AbstractContextManager[object]] | None = getattr(self.engine, "on", None)
-        return nullcontext() if enter is None else enter(name)
-
-    def delay(self, seconds: float) -> None:
-        self.engine.run(lambda: time.sleep(seconds))
-
-    def mark(self) -> Callable[[], bool]:
-        done = threading.Event()
-        self.engine.run(done.set)
-        return done.is_set
-
-    def stamp(self) -> Callable[[], float]:
-        times: list[float] = []
-        self.engine.run(lambda: times.append(time.perf_counter()))
-        return lambda: times[0]
-
-    def synchronize(self) -> None:
-        if not self.engine.synchronize(SYNCHRONIZE_LIMIT_S):
-            raise TimeoutError(f"streams were not idle after {SYNCHRONIZE_LIMIT_S:g} s")
-
-
 def streams_of(engine: Engine, device: torch.device) -> Streams:
     """The streams of a rank that computes on ``device``."""
     if device.type != "cuda":
-        return HostStreams(engine)
+        return Streams(engine)
     cycles_per_s()  # now: it waits for the GPU
     return CudaStreams(engine, device)
 

@@ -151,8 +151,7 @@ class WarmLauncher(Forker):
         self.send(job)
         while (codes := self.answer(_POLL_S)) is None:
             on_wait()
-        found: list[int] = codes
-        return found
+        return list(codes)
 
 
 def output_of(folder: Path, rank: int) -> Path:

@@ -53,17 +53,20 @@ def least_makespan(of_subset: FloatArray, k: int) -> float:
     number = of_subset.size.bit_length() - 1
     if k == 1:
         return float(of_subset[-1])
-    first = second = np.zeros(1, np.int32)
-    for item in range(number):  # is in neither of two parts, in the first, or in the second
-        first = np.concatenate([first, first + 2**item, first])
-        second = np.concatenate([second, second, second + 2**item])
-    larger = np.maximum(of_subset[first], of_subset[second]).reshape((3,) * number)
+    if k == 2:
+        return float(np.maximum(of_subset, of_subset[::-1]).min())
+    halves = []
+    for picks in ([0, 1, 0], [0, 0, 1]):  # an item is in neither of two parts, in the first, or in the second
+        part = of_subset
+        for item in range(number):
+            part = part.reshape(-1, 2, 3**item)[:, picks].reshape(-1)
+        halves.append(part)
+    in_two = np.maximum(halves[0], halves[1], out=halves[0])
     for item in range(number):
-        neither, one, other = np.moveaxis(larger, item, 0)
-        larger = np.stack([neither, np.minimum(one, other)], axis=item)
-    in_two = larger.ravel()
-    rest = in_two[::-1]  # of the complement
-    return float(in_two[-1] if k == 2 else np.maximum(of_subset if k == 3 else in_two, rest).min())
+        rows = in_two.reshape(2**item, 3, -1)
+        in_two = np.stack([rows[:, 0], np.minimum(rows[:, 1], rows[:, 2])], axis=1)
+    in_two = in_two.ravel()
+    return float(np.maximum(of_subset if k == 3 else in_two, in_two[::-1]).min())  # the rest is the complement
 
 
 def optimal_makespan(costs: FloatArray, k: int, *, equal_size: bool) -> float:

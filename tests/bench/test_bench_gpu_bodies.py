@@ -22,7 +22,7 @@ from kernel_recorder import launched_variant, record_launches, variants
 from odc.bench.gpu import bandwidth, kernels, protocol, speed, training, transport, uneven, waiting
 from odc.bench.gpu.bandwidth import transfer_report
 from odc.bench.gpu.setting import CheckFailedError, Setting, run_ranks
-from odc.bench.gpu.streams import Case, HostStreams, RandomRun
+from odc.bench.gpu.streams import Case, RandomRun, Streams
 from odc.bench.harness.ranks import Rank
 from odc.bench.harness.results import markdown
 from odc.engines.base import TransferTable
@@ -169,9 +169,9 @@ def test_a_host_that_waits_is_seen() -> None:
 
 def survive_when_awaited(marker: str, rank: Rank) -> dict[str, Any]:
     """``waiting.survive``, where rank 1 dies when rank 0's host waits for its stream, however long that takes."""
-    synchronize, calls = HostStreams.synchronize, list[int]()
+    synchronize, calls = Streams.synchronize, list[int]()
 
-    def tell_and_synchronize(self: HostStreams) -> None:
+    def tell_and_synchronize(self: Streams) -> None:
         calls.append(1)
         if len(calls) == 2:
             Path(marker).touch()
@@ -181,7 +181,7 @@ def survive_when_awaited(marker: str, rank: Rank) -> dict[str, Any]:
         while not Path(marker).exists():
             time.sleep(0.01)
 
-    HostStreams.synchronize = tell_and_synchronize  # type: ignore[method-assign]
+    Streams.synchronize = tell_and_synchronize  # type: ignore[method-assign]
     waiting.time = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)  # type: ignore[assignment]
     return waiting.survive(rank)
 

@@ -76,20 +76,20 @@ def be_busy_until_the_host_waits() -> None:
     """
     register_fakes()
     from odc.bench.gpu import waiting
-    from odc.bench.gpu.streams import HostStreams
+    from odc.bench.gpu.streams import Streams
 
-    synchronize, is_over = HostStreams.synchronize, threading.Event()
+    synchronize, is_over = Streams.synchronize, threading.Event()
 
-    def delay(self: HostStreams, seconds: float) -> None:
+    def delay(self: Streams, seconds: float) -> None:
         is_over.clear()
         self.engine.run(lambda: is_over.wait(seconds))
 
-    def end_and_synchronize(self: HostStreams) -> None:
+    def end_and_synchronize(self: Streams) -> None:
         is_over.set()
         synchronize(self)
 
     waiting.BUSY_S = LONG_BUSY_S
-    HostStreams.delay, HostStreams.synchronize = delay, end_and_synchronize  # type: ignore[method-assign]
+    Streams.delay, Streams.synchronize = delay, end_and_synchronize  # type: ignore[method-assign]
 
 
 def wait_in_finish() -> None:
