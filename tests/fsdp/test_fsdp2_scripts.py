@@ -131,7 +131,12 @@ FURTHER = (
     *("clip_grad_norm_ by keyword", "clip_grad_value_, each second step, idle", "clipping in two parts"),
     *("clip_grad_norm_ twice", "two optimizers", "zero_grad after the step", "zero_grad in place", "zero_grad never"),
     *("gradients scaled in a compiled function", "norm by hand", "step by hand through data"),
-    *("skipped steps, cleared in place", "cleared instead of a step, by hand", "accumulation", "checkpointing, reentrant"),
+    *(
+        "skipped steps, cleared in place",
+        "cleared instead of a step, by hand",
+        "accumulation",
+        "checkpointing, reentrant",
+    ),
     *("averages in a step hook", "swap_tensors between steps", "units without a root", "evaluation"),
     *("GradScaler, fused optimizer", "closure by keyword", "optimizer state asked for early, SGD", "forward method"),
     *("zero_grad before forward", "zero_grad in place before forward", "grad = None by hand before forward"),

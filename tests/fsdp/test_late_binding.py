@@ -22,7 +22,6 @@ import odc
 from odc.balance import MinibatchLoader, StreamLoader
 from odc.config import HOST_ID
 
-
 EPOCHS = 10
 
 
