@@ -23,7 +23,7 @@ from training import build, clip, loss_of, optimizer_of, tokens, use_up, wrap
 import odc
 from odc.bench.harness.warm_launch import WarmLauncher
 
-SILENCE_S = 5.0
+SILENCE_S = 4.0
 POINTS = {"gather": "gather.before", "push": "scatter.before", "replicas": "replicas.before"}
 CAUSES = {
     "kill": (
@@ -145,7 +145,17 @@ CASES = [
     ("fsdp1", 2, "script", "stop", 1),
     ("fsdp2", 2, "script", "raise", 3),
 ]
-STOPS = [case for case in CASES if case[3] == "stop"]
+FURTHER = [
+    ("fsdp2", 1, "gather", "kill", 3),
+    ("fsdp1", 2, "gather", "raise", 0),
+    ("fsdp2", 1, "replicas", "stop", 2),
+    ("fsdp2", 2, "clip", "kill", 1),
+    ("fsdp1", 2, "clip", "stop", 3),
+    ("int", 1, "script", "kill", 0),
+    ("fsdp1", 2, "script", "stop", 1),
+]
+"""With ``-m extended``: every run has each of their places, faults, kinds and numbers of hosts, and two who stop, whom
+others name behind a time limit."""
 ALL = [
     (kind, hosts, place, do, victim)
     for kind in ("fsdp2", "fsdp1")
@@ -158,8 +168,7 @@ ALL = [
 
 @pytest.mark.parametrize(
     ("kind", "hosts", "place", "do", "victim"),
-    # Who stops is named behind a time limit: two of them in every run.
-    [pytest.param(*case, marks=pytest.mark.extended if case in STOPS[2:] else ()) for case in CASES],
+    [pytest.param(*case, marks=pytest.mark.extended if case in FURTHER else ()) for case in CASES],
 )
 def test_every_rank_of_the_job_names_the_one_that_failed(
     kind: str, hosts: int, place: str, do: str, victim: int
