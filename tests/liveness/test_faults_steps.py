@@ -38,6 +38,8 @@ import odc
 from odc import AbortedError, OdcError, PeerClosedError, ProtocolError, Runtime, limits
 from odc.minibatch.state import Phase
 
+EXTENDED = pytest.mark.extended
+
 # Fault test 18: a rank that leaves, wherever it is in its minibatch
 
 LEAVING = ["after finish", "after publish", "after begin", "after gather", "after push"]
@@ -254,7 +256,7 @@ def clears_instead_of_stepping(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=EXTENDED)])
 def test_a_step_that_one_rank_skips_is_refused_and_all_are_told(hosts: int) -> None:
     env = {"ODC_TIMEOUT": "60"}
     results = start_ranks(3, across, hosts, clears_instead_of_stepping, env=env).join(150)
@@ -305,8 +307,9 @@ def by_scaler(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("kind", "clip"),
     [
-        *(("fsdp2", steps_alone), ("fsdp1", steps_alone), ("hybrid", steps_alone)),
-        *(("fsdp2", by_norm), ("fsdp1", by_norm), ("hybrid", by_norm), ("fsdp2", by_scaler)),
+        *(("fsdp2", steps_alone), ("fsdp1", by_norm), ("hybrid", by_norm), ("fsdp2", by_scaler)),
+        *(pytest.param(kind, steps_alone, marks=EXTENDED) for kind in ("fsdp1", "hybrid")),
+        pytest.param("fsdp2", by_norm, marks=EXTENDED),
     ],
 )
 def test_ranks_that_step_on_gradients_of_different_minibatches_are_told(
@@ -364,7 +367,7 @@ def waits_elsewhere(rank: int, world_size: int) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=EXTENDED), 2])
 def test_a_rank_that_waits_in_a_collective_of_its_own_is_named(hosts: int) -> None:
     """Each waits for the other, so no limit is waited for. The end of the others ends it too."""
     first, second = start_ranks(2, across, hosts, waits_elsewhere, env={"ODC_TIMEOUT": "600"}).join(150)
@@ -403,11 +406,11 @@ def skips_and_is_idle(rank: int, world_size: int, kind: str, clear: str, then: s
 
 @pytest.mark.parametrize(
     ("kind", "clear", "then"),
-    [  # in pairs
-        ("fsdp2", "module", "idle"),
+    [  # in pairs; cleared by the module: test_ways_out.py, too
         ("fsdp2", "optimizer", "evaluation"),
-        ("fsdp1", "module", "evaluation"),
         ("fsdp1", "optimizer", "idle"),
+        pytest.param("fsdp2", "module", "idle", marks=EXTENDED),
+        pytest.param("fsdp1", "module", "evaluation", marks=EXTENDED),
     ],
 )
 def test_a_skipped_step_holds_up_nobody(kind: str, clear: str, then: str) -> None:
