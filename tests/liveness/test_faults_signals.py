@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,8 @@ WAITS = {
     "finish, for another host": WaitPoint("_await_done", _STOP + "finish.before_done,at=3", "", "last", hosts=3),
 }
 FURTHER_WAITS = ["push, for a slot", "finish, for another host"]
+"""With ``-m extended`` all with both signals; in every run each of the others with one."""
+OF_PUSHES = ["push, for a slot", "push, for a lock"]
 ON_THE_PROCESS_GROUP = "for an answer on the process group"
 SETUP_WAITS = {
     ON_THE_PROCESS_GROUP: WaitPoint("all_gather", _STOP + "setup"),
@@ -74,7 +77,17 @@ STEPS_OF_SETUP: dict[str, tuple[type, str]] = {
     "connect": (UnixRendezvous, "connect"),
     "connect hosts": (TcpRendezvous, "connect"),
 }
-SIGNALS = pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
+
+
+def each_signal(names: Sequence[str], further: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """The first with SIGINT, the second with SIGTERM, and so on; the rest with ``-m extended``."""
+    signals = [signal.SIGTERM, signal.SIGINT]
+    cases = [
+        pytest.param(name, sent, marks=[] if name not in further and (i + j) % 2 else [pytest.mark.extended])
+        for i, name in enumerate(names)
+        for j, sent in enumerate(signals)
+    ]
+    return pytest.mark.parametrize(("name", "sent"), cases, ids=lambda value: getattr(value, "name", None))
 
 
 def interruptible(rank: int, world_size: int, at: WaitPoint) -> None:
@@ -160,11 +173,7 @@ def signal_one(at: WaitPoint, sent: signal.Signals, notes: Path) -> list[RankRes
     return results
 
 
-@SIGNALS
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.extended] if name in FURTHER_WAITS else []) for name in WAITS],
-)
+@each_signal([*WAITS], FURTHER_WAITS)
 def test_a_signal_ends_a_rank_that_waits_and_the_others_learn_who_it_was(
     name: str, sent: signal.Signals, tmp_path: Path
 ) -> None:
@@ -178,28 +187,20 @@ def test_a_signal_ends_a_rank_that_waits_and_the_others_learn_who_it_was(
             assert_told(result, "signal 15 (SIGTERM)")
 
 
-@SIGNALS
-@pytest.mark.parametrize("name", SETUP_WAITS)
+@each_signal(["for memory", ON_THE_PROCESS_GROUP, "for ranks of other hosts", "for ranks of this host"])
 def test_a_signal_ends_a_rank_that_waits_in_set_up_and_the_others_fail(
     name: str, sent: signal.Signals, tmp_path: Path
 ) -> None:
     at = SETUP_WAITS[name]
     results = signal_one(at, sent, tmp_path)
     assert all(r.error_type in ("SetupError", "RuntimeError") for r in survivors(results, at.victim)), results
+    if name == ON_THE_PROCESS_GROUP and sent is signal.SIGTERM:
+        assert_all_say(survivors(results), "rank 1 ", kinds=["SetupError"])
 
 
-def test_a_rank_that_ends_in_set_up_is_named(tmp_path: Path) -> None:
-    results = signal_one(SETUP_WAITS[ON_THE_PROCESS_GROUP], signal.SIGTERM, tmp_path)
-    assert_all_say(survivors(results), "rank 1 ", kinds=["SetupError"])
-
-
-@SIGNALS
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("gather, for published", "finish, for another host", ON_THE_PROCESS_GROUP),
-        *(pytest.param(name, marks=pytest.mark.extended) for name in ("push, for a slot", "push, for a lock")),
-    ],
+@each_signal(
+    ["gather, for published", "finish, for another host", ON_THE_PROCESS_GROUP, *OF_PUSHES],
+    OF_PUSHES,
 )
 def test_a_signal_to_all_ranks_ends_all(name: str, sent: signal.Signals, tmp_path: Path) -> None:
     """As Ctrl-C in a terminal. The rank that the others wait for computes, or is stopped, and goes on with it."""
