@@ -160,7 +160,7 @@ def side_by_side(rank: int, world_size: int, notes: str, job: str, counts: list[
     return trained(rank, world_size, counts, lambda: meet("training"))
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_two_jobs_on_one_machine_do_not_meet(tmp_path: Path, hosts: int) -> None:
     """One of them on ``hosts`` hosts; each trains to its own numbers."""
     jobs = {"first": (COUNTS, 1), "second": ([2, 1], hosts)}
