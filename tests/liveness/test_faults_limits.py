@@ -105,9 +105,15 @@ def with_few_descriptors(rank: int, world_size: int, more: int, limited: list[in
     return failure
 
 
-@HOSTS
-@pytest.mark.parametrize("limited", [[1], [0, 1, 2]], ids=["one rank", "all ranks"])
-@pytest.mark.parametrize("more", [2, *(pytest.param(more, marks=pytest.mark.extended) for more in (1, 35))])
+@pytest.mark.parametrize(
+    ("more", "limited", "hosts"),
+    [
+        pytest.param(more, limited, hosts, marks=() if more == 2 and hosts == len(limited) else pytest.mark.extended)
+        for more in (1, 2, 35)
+        for limited in ([1], [0, 1, 2])
+        for hosts in (1, WORLD_SIZE)
+    ],
+)
 def test_too_few_descriptors_are_named_on_all_ranks(more: int, limited: list[int], hosts: int) -> None:
     """One or two to spare, and almost enough: the kernel is not asked for what it would refuse half-way.
 
@@ -210,14 +216,11 @@ def without_room(hosts: int, limited: list[int], numel: int, stack: int) -> list
 @LIMITED
 def test_too_little_address_space_for_memory_is_an_error_on_all_ranks(limited: list[int], hosts: int) -> None:
     results = without_room(hosts, limited, **LARGE)
-    assert_all_fail_and_say(results, limited, "cannot map ", " MiB of shared memory: Cannot allocate memory")
+    words = ("cannot map ", " MiB of shared memory: Cannot allocate memory", "address space", "ulimit -v unlimited")
+    assert_all_fail_and_say(results, limited, *words)
 
 
-def test_the_limit_of_address_space_is_named() -> None:
-    assert_all_fail_and_say(without_room(1, [1], **LARGE), [1], "address space", "ulimit -v unlimited")
-
-
-@HOSTS
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.extended), WORLD_SIZE])
 @LIMITED
 def test_too_little_address_space_for_a_thread_is_an_error_on_all_ranks(limited: list[int], hosts: int) -> None:
     results = without_room(hosts, limited, **THREADS)
