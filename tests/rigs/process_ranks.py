@@ -206,6 +206,20 @@ def wait_until(holds: Callable[[], bool], otherwise: str, timeout_s: float = 150
         time.sleep(0.01)
 
 
+def found_by(function: Callable[..., Any], functions: Sequence[Callable[..., Any]], world_size: int = 2) -> list[Any]:
+    """What ``function`` returned on each rank. All ``functions`` run on the same ranks, one after the other: once."""
+    return [of_rank[functions.index(function)] for of_rank in _run_all(tuple(functions), world_size)]
+
+
+@functools.cache
+def _run_all(functions: Sequence[Callable[..., Any]], world_size: int) -> list[list[Any]]:
+    return run_ranks(world_size, _call_all, functions, env={"ODC_TIMEOUT": "60"}, timeout_s=300)
+
+
+def _call_all(rank: int, world_size: int, functions: Sequence[Callable[..., Any]]) -> list[Any]:
+    return [function(rank, world_size) for function in functions]
+
+
 def across(rank: int, world_size: int, hosts: int, body: Callable[..., Any], *args: Any) -> Any:
     """``body`` on ranks that pose as so many hosts, and share nothing in each."""
     os.environ["ODC_SHARE_IN_HOST"] = "off"
