@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 import re
 import time
 import warnings
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_scripts.loops import divide_by
-from process_ranks import assert_all_say, run_ranks, start_ranks
+from process_ranks import found_by, run_ranks, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -161,28 +160,6 @@ def test_every_unsupported_option_is_named() -> None:
             assert words in text, (prepare, text)
 
 
-def refused_on_rank_1(rank: int, world_size: int, kind: str) -> None:
-    model = shard(build(), world_size)
-    os.environ["ODC_ADDRESS"] = "0.0.0.0" if rank == 1 and kind == "ConfigError" else "127.0.0.1"
-    if rank == 1 and kind == "UnsupportedError":
-        model.set_all_reduce_hook(lambda grad: None)
-    odc.patch_fsdp(model)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("UnsupportedError", "set_all_reduce_hook"),
-        ("ConfigError", "ConfigError: ODC_ADDRESS='0.0.0.0' cannot be used"),
-    ],
-)
-def test_what_one_rank_refuses_all_ranks_refuse(kind: str, words: str) -> None:
-    results = start_ranks(2, refused_on_rank_1, kind).join(120)
-    assert [result.error_type for result in results] == ["SetupError", kind]
-    assert_all_say(results, words)
-    assert_all_say(results[:1], f"rank 1: {kind}")
-
-
 FAILING_STEPS = [
     (odc.fsdp_patch.session, "GradientUse"),
     (odc.fsdp_patch.session.Publisher, "publish_all"),
@@ -230,32 +207,44 @@ def test_a_failure_while_a_session_is_made_reaches_all_ranks() -> None:
         assert seconds < 30  # not after the limit on silence, ten minutes
 
 
-def differing_models(rank: int, world_size: int, difference: str) -> None:
-    """Fault test 20: the parameter table, a dtype, an option or a version differs on rank 1."""
-    odd = rank == 1
-    if difference == "version" and odd:
-        odc.rank.context.__version__ = "9.9.9"  # type: ignore[attr-defined]
-    model = build(vocabulary=18 if difference == "shape" and odd else 17)
-    if difference == "frozen" and odd:
-        model.blocks[1].up.weight.requires_grad_(False)
-    policy = MixedPrecisionPolicy(torch.bfloat16 if difference == "dtype" and odd else torch.float32, torch.float32)
-    model = shard(model, world_size, mp_policy=policy)
-    odc.patch_fsdp(model, deterministic=difference == "option" and odd)
+ODD: dict[str, tuple[str, ...]] = {
+    "shape": ("SetupError", "differs from rank 0 in parameters", "'embed.weight'", "[17, 13]", "[18, 13]"),
+    "frozen": ("SetupError", "differs from rank 0 in parameters", "'blocks.1.up.weight'", "frozen"),
+    "dtype": ("SetupError", "differs from rank 0 in FSDP options", "torch.float32", "torch.bfloat16"),
+    "option": ("SetupError", "in options", "'deterministic'", "rank 0 has False, rank 1 has True"),
+    "version": ("SetupError", "in versions", "'odc'", "9.9.9"),
+    "hook": ("UnsupportedError", "set_all_reduce_hook"),
+    "address": ("ConfigError", "ODC_ADDRESS='0.0.0.0' cannot be used"),
+}
+"""What rank 1 has unlike the other: its own error there, and what both say."""
 
 
-@pytest.mark.parametrize(
-    ("difference", "words"),
-    [
-        ("shape", ["parameters", "'embed.weight'", "[17, 13]", "[18, 13]"]),
-        ("frozen", ["units", "blocks.1"]),
-        ("dtype", ["units", "torch.float32", "torch.bfloat16"]),
-        ("option", ["options", "'deterministic'", "rank 0 has False, rank 1 has True"]),
-        ("version", ["versions", "'odc'", "9.9.9"]),
-    ],
-)
-def test_ranks_that_differ_are_told_the_first_difference(difference: str, words: list[str]) -> None:
-    results = start_ranks(2, differing_models, difference).join(120)
-    assert_all_say(results, "rank 1 differs from rank 0", *words, kinds=["SetupError"])
+def odd_models(rank: int, world_size: int) -> list[str]:
+    """Fault test 20: the parameter table, a dtype, an option or a version differs on rank 1; or it alone refuses."""
+    told = []
+    for odd in ODD if rank == 1 else [""] * len(ODD):
+        model = build(vocabulary=18 if odd == "shape" else 17)
+        model.blocks[1].up.weight.requires_grad_(odd != "frozen")
+        policy = MixedPrecisionPolicy(torch.bfloat16 if odd == "dtype" else torch.float32, torch.float32)
+        model = shard(model, world_size, mp_policy=policy)
+        if odd == "hook":
+            model.set_all_reduce_hook(lambda grad: None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(odc.rank.context, "__version__", "9.9.9" if odd == "version" else odc.__version__)
+            patch.setenv("ODC_ADDRESS", "0.0.0.0" if odd == "address" else "127.0.0.1")
+            with pytest.raises(odc.OdcError) as caught:
+                odc.patch_fsdp(model, deterministic=odd == "option")
+        told.append(f"{caught.typename}: {caught.value}")
+        dist.barrier()
+    return told
+
+
+def test_what_differs_on_one_rank_or_is_refused_there_is_named_on_all() -> None:
+    for (kind, *words), told, own in zip(ODD.values(), *found_by(odd_models, TOGETHER), strict=True):
+        assert told.startswith("SetupError: rank 1 differs" if kind == "SetupError" else "SetupError: "), told
+        assert own.startswith(f"{kind}: "), own
+        assert kind == "SetupError" or f"rank 1: {kind}" in told
+        assert all(word in told and word in own for word in words), (told, own)
 
 
 def misuse(rank: int, world_size: int) -> None:
@@ -281,7 +270,7 @@ def misuse(rank: int, world_size: int) -> None:
 
 
 def test_misuse_is_refused_and_says_what_to_do() -> None:
-    run_ranks(2, misuse)
+    assert found_by(misuse, TOGETHER) == [None, None]
 
 
 def changed_behind(rank: int, world_size: int) -> list[float]:
@@ -301,7 +290,7 @@ def changed_behind(rank: int, world_size: int) -> list[float]:
 
 
 def test_stale_parameters_are_never_computed_with() -> None:
-    for losses in run_ranks(2, changed_behind):
+    for losses in found_by(changed_behind, TOGETHER):
         assert losses[:2] == losses[2:]
         assert len(set(losses)) == 2
 
@@ -327,7 +316,7 @@ def loaded_then_used(rank: int, world_size: int) -> list[float]:
 
 
 def test_a_checkpoint_loaded_into_a_patched_model_is_used_at_once() -> None:
-    for losses in run_ranks(2, loaded_then_used):
+    for losses in found_by(loaded_then_used, TOGETHER):
         assert losses[2:] == pytest.approx(losses[:2], rel=1e-5)
 
 
@@ -345,7 +334,7 @@ def evaluated_without_microbatches(rank: int, world_size: int) -> list[float]:
 
 
 def test_a_rank_without_microbatches_evaluates_the_new_parameters() -> None:
-    first, second = run_ranks(2, evaluated_without_microbatches)
+    first, second = found_by(evaluated_without_microbatches, TOGETHER)
     assert first == second
     assert len(set(first)) == 3
 
@@ -368,27 +357,26 @@ def reloaded_then_evaluated(rank: int, world_size: int) -> list[float]:
 
 
 def test_publish_makes_parameters_changed_by_hand_visible() -> None:
-    for plain, ours in run_ranks(2, reloaded_then_evaluated):
+    for plain, ours in found_by(reloaded_then_evaluated, TOGETHER):
         assert ours == pytest.approx(plain, rel=1e-6)
 
 
-def skipped_step(rank: int, world_size: int, rollback: bool) -> None:
+def skipped_step(rank: int, world_size: int) -> None:
     """A GradScaler that found infinities does not call step; the script zeroes the gradients, perhaps goes back to
     older parameters, and goes on."""
     model, session, optimizer = start(world_size)
-    for step in range(3):
+    for step in range(6):
         with session.minibatch():
             loss_of(model, tokens(step, rank, 0)).backward()
         optimizer.zero_grad()
-        if rollback:
+        if step > 2:
             model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
         evaluated(model)
     session.close()
 
 
-@pytest.mark.parametrize("rollback", [False, True])
-def test_an_evaluation_after_a_skipped_step(rollback: bool) -> None:
-    run_ranks(2, skipped_step, rollback)
+def test_an_evaluation_after_a_skipped_step() -> None:
+    assert found_by(skipped_step, TOGETHER) == [None, None]
 
 
 def skipped_step_and_idle_rank(rank: int, world_size: int) -> list[int]:
@@ -412,7 +400,7 @@ def skipped_step_and_idle_rank(rank: int, world_size: int) -> list[int]:
 
 
 def test_an_idle_rank_joins_the_minibatch_after_a_skipped_step() -> None:
-    assert run_ranks(2, skipped_step_and_idle_rank) == [[11], [11]]
+    assert found_by(skipped_step_and_idle_rank, TOGETHER) == [[11], [11]]
 
 
 # Refusals that a script has caught: the ranks that wait for it say so
@@ -466,7 +454,20 @@ def test_a_rank_that_has_caught_a_refusal_is_not_called_gone(
 # Gradients that are never synchronized
 
 
-def unsynchronized(rank: int, world_size: int, kind: str, names: list[str]) -> tuple[list[str], list[float]]:
+UNSYNCHRONIZED: list[tuple[str, list[str], str]] = [
+    ("fsdp2", [], "unit '<root>' and 2 others"),
+    ("fsdp2", ["", "blocks.0"], "unit 'blocks.1':"),
+    ("fsdp1", [], "unit '<root>' and 2 others"),
+    ("fsdp2", ["", "blocks.0", "blocks.1"], ""),
+]
+"""By kind of FSDP: the units that are synchronized, and of which it is told that they are not."""
+
+
+def unsynchronized(rank: int, world_size: int) -> list[tuple[list[str], list[float]]]:
+    return [synchronizing(rank, world_size, kind, names) for kind, names, _ in UNSYNCHRONIZED]
+
+
+def synchronizing(rank: int, world_size: int, kind: str, names: list[str]) -> tuple[list[str], list[float]]:
     """Two minibatches in which only the units of these names are synchronized; warnings and norms."""
     model = sharded_by(kind, build(), world_size)
     odc.patch_fsdp(model)
@@ -489,25 +490,16 @@ def unsynchronized(rank: int, world_size: int, kind: str, names: list[str]) -> t
     return [f"{one.message} {line}" for one, line in zip(said, lines, strict=True)], [float(norm) for norm in norms]
 
 
-@pytest.mark.parametrize(
-    ("kind", "names", "of"),
-    [
-        ("fsdp2", [], "unit '<root>' and 2 others"),
-        ("fsdp2", ["", "blocks.0"], "unit 'blocks.1':"),
-        ("fsdp1", [], "unit '<root>' and 2 others"),
-    ],
+def test_gradients_that_no_microbatch_synchronizes_are_told_once() -> None:
+    first, second = found_by(unsynchronized, TOGETHER)
+    for (kind, names, of), (said, norms) in zip(UNSYNCHRONIZED, first, strict=True):
+        words = f"no microbatch of minibatch 1 has synchronized the gradients of {of}"
+        assert [words in one and "norms.append(clip_grad_norm_" in one for one in said] == [True] * bool(of), said
+        assert kind == "fsdp1" or all(bool(norm) is bool(names) for norm in norms)
+    assert all(said == [] for said, _ in second)
+
+
+TOGETHER = (
+    *(odd_models, changed_behind, loaded_then_used, evaluated_without_microbatches),
+    *(reloaded_then_evaluated, skipped_step, skipped_step_and_idle_rank, misuse, unsynchronized),
 )
-def test_gradients_that_no_microbatch_synchronizes_are_told_once(kind: str, names: list[str], of: str) -> None:
-    first, second = run_ranks(2, unsynchronized, kind, names)
-    (warning,), norms = first
-    assert f"no microbatch of minibatch 1 has synchronized the gradients of {of}" in warning
-    assert "norms.append(clip_grad_norm_" in warning  # the script's line
-    if kind == "fsdp2":
-        assert all(bool(norm) is bool(names) for norm in norms)
-    assert second[0] == []
-
-
-def test_gradients_that_are_synchronized_are_not_told_of() -> None:
-    for said, norms in run_ranks(2, unsynchronized, "fsdp2", ["", "blocks.0", "blocks.1"]):
-        assert said == []
-        assert all(norms)
