@@ -14,7 +14,7 @@ import test_compute_groups as partners
 import test_several_meshes as meshes
 import torch
 from fsdp_scripts import by_unit
-from process_ranks import assert_all_say, run_ranks, start_ranks
+from process_ranks import assert_all_say, found_by, run_ranks, start_ranks
 from test_fsdp2_hybrid import FULL_PRECISION, shard_hybrid, unused_on_host_1
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -74,26 +74,26 @@ def uneven(rank: int, world_size: int, kind: str, counts: Sequence[int]) -> dict
     return full_parameters(model)
 
 
-def uneven_each_way(rank: int, world_size: int, kind: str, counts: Sequence[int]) -> list[dict[str, Any]]:
-    return each_way(BOTH if kind in ("fsdp2", "hsdp") else BOTH[:1], uneven, rank, world_size, kind, counts)
+def uneven_each_way(rank: int, world_size: int, kinds: Sequence[str], counts: Sequence[int]) -> list[dict[str, Any]]:
+    found = []
+    for kind in kinds:
+        found += each_way(BOTH if kind in ("fsdp2", "hsdp") else BOTH[:1], uneven, rank, world_size, kind, counts)
+    return found
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kinds", "counts"),
     [
-        "fsdp2",
-        "fsdp1",
-        "int",
-        pytest.param("hsdp", marks=pytest.mark.extended),
-        pytest.param("fsdp1-flat", marks=pytest.mark.extended),
-        pytest.param("offload", marks=pytest.mark.extended),
+        (["fsdp2", "fsdp1"], [3, 0, 1]),
+        (["int"], [3, 0, 1, 2]),
+        pytest.param(["fsdp1-flat", "offload"], [3, 0, 1], marks=pytest.mark.extended),
+        pytest.param(["hsdp"], [3, 0, 1, 2], marks=pytest.mark.extended),
     ],
 )
-def test_the_numbers_are_those_of_one_process_whatever_each_rank_has(kind: str) -> None:
-    counts = [3, 0, 1, 2] if kind in ("hsdp", "int") else [3, 0, 1]
+def test_the_numbers_are_those_of_one_process_whatever_each_rank_has(kinds: list[str], counts: list[int]) -> None:
     options = unused_on_host_1 if len(counts) == 4 else lambda *_: {}
     expected = reference(counts, STEPS, options)  # type: ignore[arg-type]
-    for ours in run_ranks(len(counts), uneven_each_way, kind, counts, timeout_s=180)[0]:
+    for ours in run_ranks(len(counts), uneven_each_way, kinds, counts, timeout_s=180)[0]:
         assert largest_difference(ours, expected) < TOLERANCE
 
 
@@ -220,7 +220,7 @@ def difference_with_others(rank: int, world_size: int) -> float:
 
 
 def test_idle_ranks_evaluations_and_what_is_thrown_away() -> None:
-    assert run_ranks(2, difference_with_others, env={"ODC_TIMEOUT": "30"}) == [0.0, 0.0]
+    assert found_by(difference_with_others, TOGETHER) == [0.0, 0.0]
 
 
 def resumed(rank: int, world_size: int, hooked: bool) -> float:
@@ -251,7 +251,7 @@ def resumed_both(rank: int, world_size: int) -> list[float]:
 
 
 def test_from_a_checkpoint() -> None:
-    assert run_ranks(2, resumed_both) == [[0.0, 0.0]] * 2
+    assert found_by(resumed_both, TOGETHER) == [[0.0, 0.0]] * 2
 
 
 OF_TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -270,7 +270,10 @@ OF_TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 """With one of them for the whole model, which steps once for each unit. (Adafactor and Rprop step no DTensors.)"""
 
 
-def with_one_of_torch(rank: int, world_size: int, names: Sequence[str]) -> dict[str, float]:
+SOME_OF_TORCH = [*OF_TORCH][::4]
+
+
+def with_some_of_torch(rank: int, world_size: int, names: Sequence[str] = SOME_OF_TORCH) -> dict[str, float]:
     found = {}
     for name in names:
         ends = []
@@ -291,9 +294,13 @@ def with_one_of_torch(rank: int, world_size: int, names: Sequence[str]) -> dict[
     return found
 
 
-@pytest.mark.parametrize("names", [[*OF_TORCH][::4], pytest.param([*OF_TORCH], marks=pytest.mark.extended)])
-def test_an_optimizer_of_torch_for_the_whole_model(names: list[str]) -> None:
-    assert run_ranks(2, with_one_of_torch, names) == [dict.fromkeys(names, 0.0)] * 2
+def test_an_optimizer_of_torch_for_the_whole_model() -> None:
+    assert found_by(with_some_of_torch, TOGETHER) == [dict.fromkeys(SOME_OF_TORCH, 0.0)] * 2
+
+
+@pytest.mark.extended
+def test_each_optimizer_of_torch_for_the_whole_model() -> None:
+    assert run_ranks(2, with_some_of_torch, [*OF_TORCH]) == [dict.fromkeys(OF_TORCH, 0.0)] * 2
 
 
 def in_a_dry_run(rank: int, world_size: int) -> list[str]:
@@ -310,7 +317,7 @@ def in_a_dry_run(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_dry_run_ends_at_it() -> None:
-    for said in run_ranks(2, in_a_dry_run):
+    for said in found_by(in_a_dry_run, TOGETHER):
         assert said[1] == "odc: a minibatch would end at odc.step_by_unit"
         assert "stopped after the first optimizer step" in said[2]
 
@@ -355,14 +362,16 @@ def gradients_at_once(rank: int, world_size: int, how: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", ["by unit", "hooks", pytest.param("clipped", marks=pytest.mark.extended)])
-def test_there_is_never_more_than_the_gradient_of_one_unit(how: str) -> None:
-    for found in run_ranks(2, gradients_at_once, how):
-        assert found == [0] * 2 * 4 * (2 if how == "clipped" else 1)
+def gradients_in_each_way(rank: int, world_size: int) -> list[list[int]]:
+    return [gradients_at_once(rank, world_size, how) for how in ("by unit", "hooks", "clipped", "step")]
 
 
-def test_a_usual_step_has_them_all() -> None:
-    assert max(run_ranks(2, gradients_at_once, "step")[0]) > 20
+def test_there_is_never_more_than_the_gradient_of_one_unit() -> None:
+    """A usual step has them all."""
+    for by_unit_, hooks, clipped, usual in found_by(gradients_in_each_way, TOGETHER):
+        assert by_unit_ == hooks == [0] * 2 * 4
+        assert clipped == [0] * 2 * 4 * 2
+        assert max(usual) > 20
 
 
 # Optimizers in backward
@@ -387,7 +396,10 @@ def applied_in_backward(rank: int, world_size: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(("world_size", "tolerance"), [(2, 0.0), (3, TOLERANCE)])  # of 3 ranks one has parts of nothing
+@pytest.mark.parametrize(
+    ("world_size", "tolerance"),
+    [pytest.param(2, 0.0, marks=pytest.mark.extended), (3, TOLERANCE)],  # of 3 ranks one has parts of nothing
+)
 def test_optimizers_in_the_backward_of_fsdp1(world_size: int, tolerance: float) -> None:
     for difference, change in run_ranks(world_size, applied_in_backward):
         assert difference <= tolerance < change
@@ -415,7 +427,7 @@ def a_block_around_hooks(rank: int, world_size: int) -> float:
 
 
 def test_in_a_block_hooks_step_once() -> None:
-    assert max(run_ranks(2, a_block_around_hooks)) < TOLERANCE
+    assert max(found_by(a_block_around_hooks, TOGETHER)) < TOLERANCE
 
 
 def an_optimizer_of_all(rank: int, world_size: int) -> None:
@@ -497,7 +509,7 @@ def refusals(rank: int, world_size: int) -> list[tuple[str, str, float]]:
 
 
 def test_what_cannot_step_by_unit_is_refused_and_changes_nothing() -> None:
-    for results in run_ranks(2, refusals):
+    for results in found_by(refusals, TOGETHER):
         for (_, _, kind, words), (found, text, difference) in zip(REFUSED, results, strict=True):
             assert (found, difference) == (kind, 0.0), text
             assert words in text
@@ -549,3 +561,9 @@ def test_a_step_that_fails_half_way_ends_the_job_on_all_ranks() -> None:
     results = start_ranks(2, fails_half_way).join(60)
     assert [result.error_type for result in results] == ["AbortedError", "OdcError"]
     assert_all_say(results, "KeyError: 'no such state'")
+
+
+TOGETHER = (
+    *(difference_with_others, resumed_both, with_some_of_torch, in_a_dry_run, gradients_in_each_way),
+    *(a_block_around_hooks, refusals),
+)
