@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from process_ranks import assert_all_say, run_ranks, start_ranks
+from process_ranks import assert_all_say, found_by, start_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from training import (
     BOTH,
@@ -59,12 +58,17 @@ def patched(model: Any, use_odc: bool) -> odc.Session | None:
 Differences = dict[str, dict[str, float]]
 
 
+def ways_of(name: str) -> Sequence[str]:
+    """Staged are those whose units are unlike others; the rest are with ``-m extended``, in test_fsdp2_scripts.py."""
+    return BOTH if name in (*OPTIONS, "with_frozen", "never_used") else BOTH[:1]
+
+
 def differences(rank: int, world_size: int) -> Differences:
     """Largest parameter difference between each script patched, either way, and not; equal counts, so both can run."""
     found = dict[str, dict[str, float]]()
     for name, script in SCRIPTS.items():
         theirs = script(rank, world_size, False)
-        for way in BOTH:
+        for way in ways_of(name):
             with communicating(way):
                 ours = script(rank, world_size, True)
                 assert SESSIONS, name
@@ -78,11 +82,11 @@ def differences(rank: int, world_size: int) -> Differences:
 
 @pytest.fixture(scope="module")
 def found() -> Differences:
-    return run_ranks(2, differences, timeout_s=300)[0]
+    return found_by(differences, TOGETHER)[0]  # type: ignore[no-any-return]
 
 
 def check(found: Differences, name: str, tolerance: float = 1e-5) -> None:
-    assert set(found[name]) == set(BOTH)
+    assert tuple(found[name]) == tuple(ways_of(name))
     assert max(found[name].values()) < tolerance, found[name]
 
 
@@ -122,7 +126,7 @@ def wire_bytes(rank: int, world_size: int) -> list[int]:
 
 
 def test_the_wire_carries_the_compute_dtype() -> None:
-    bf16, fp32, *staged = run_ranks(2, wire_bytes)[0]
+    bf16, fp32, *staged = found_by(wire_bytes, TOGETHER)[0]
     assert bf16 * 2 == fp32
     assert staged == [bf16, fp32]
 
@@ -175,25 +179,6 @@ def test_gradient_accumulation_without_sync(found: Differences) -> None:
     check(found, "no_sync")
 
 
-def kept_gradients(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
-    """zero_grad every second step only: the sums of two minibatches add up in .grad."""
-    model = shard(build(), world_size)
-    session = patched(model, use_odc)
-    optimizer = optimizer_of(model)
-    for step in range(6):
-        with session.minibatch() if session else torch.enable_grad():
-            for m in range(2):
-                (loss_of(model, tokens(step, rank, m)) / 100).backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 4 == 1)
-    return full_parameters(model)
-
-
-def test_gradients_that_are_not_zeroed_accumulate_over_minibatches(found: Differences) -> None:
-    check(found, "kept_gradients")
-
-
 Evaluated = dict[tuple[str, bool], dict[str, Any]]
 
 
@@ -224,35 +209,11 @@ def with_evaluation(rank: int, world_size: int, lonely: bool) -> dict[str, Any]:
     return full_parameters(model)
 
 
-@pytest.fixture(scope="module")
-def of_evaluations() -> Evaluated:
-    return run_ranks(2, with_evaluations)[0]
-
-
 @pytest.mark.parametrize("way", BOTH)
 @pytest.mark.parametrize("lonely", [False, True])
-def test_evaluation_inside_and_between_minibatches(lonely: bool, way: str, of_evaluations: Evaluated) -> None:
-    assert largest_difference(of_evaluations[way, lonely], reference(COUNTS, STEPS)) < 1e-5
-
-
-def without_context_managers(rank: int, world_size: int) -> list[dict[str, Any]]:
-    return each_way(BOTH, without_context_manager, rank, world_size)
-
-
-def without_context_manager(rank: int, world_size: int) -> dict[str, Any]:
-    model, session, optimizer = start(world_size)
-    for step in range(STEPS):
-        for m in range((2, 0)[rank]):
-            (loss_of(model, tokens(step, rank, m)) * (world_size / num_tokens(step, (2, 0)))).backward()
-        session.finish()
-        use_up(optimizer, model)
-    session.close()
-    return full_parameters(model)
-
-
-def test_finish_instead_of_the_context_manager() -> None:
-    for found in run_ranks(2, without_context_managers)[0]:
-        assert largest_difference(found, reference([2, 0], STEPS)) < 1e-5
+def test_evaluation_inside_and_between_minibatches(lonely: bool, way: str) -> None:
+    found = found_by(with_evaluations, TOGETHER)[0]
+    assert largest_difference(found[way, lonely], reference(COUNTS, STEPS)) < 1e-5
 
 
 def two_optimizers(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
@@ -307,29 +268,9 @@ def test_a_closed_session_leaves_plain_fsdp2_and_can_be_opened_again(found: Diff
     check(found, "close_and_go_on")
 
 
-def shared_unit(rank: int, world_size: int, use_odc: bool) -> dict[str, Any]:
-    """fully_shard([a, b]): two modules in one unit."""
-    model, mesh = build(), init_device_mesh("cpu", (world_size,))
-    fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    session = patched(model, use_odc)
-    train(model, session, rank, world_size, [2] * world_size, STEPS)
-    return full_parameters(model)
-
-
-def test_a_unit_of_several_modules(found: Differences) -> None:
-    check(found, "shared_unit")
-
-
 SCRIPTS: dict[str, Script] = {
     **{name: functools.partial(with_options, **options) for name, (options, _) in OPTIONS.items()},
-    **{
-        script.__name__: script
-        for script in (
-            *(with_frozen, never_used, no_sync, kept_gradients, two_optimizers),
-            *(close_and_go_on, shared_unit),
-        )
-    },
+    **{script.__name__: script for script in (*(with_frozen, never_used, no_sync, two_optimizers, close_and_go_on),)},
 }
 
 
@@ -342,10 +283,13 @@ def in_float64(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_gradients_in_float64_are_summed_in_float64(kind: str) -> None:
-    ours = run_ranks(2, in_float64, kind)[0]
-    assert largest_difference(ours, reference(COUNTS, STEPS, clips=False, num_blocks=1)) < 1e-12
+def in_float64_each(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return [in_float64(rank, world_size, kind) for kind in ("fsdp1", "fsdp2")]
+
+
+def test_gradients_in_float64_are_summed_in_float64() -> None:
+    for ours in found_by(in_float64_each, TOGETHER)[0]:
+        assert largest_difference(ours, reference(COUNTS, STEPS, clips=False, num_blocks=1)) < 1e-12
 
 
 def hooks_that_look(rank: int, world_size: int, use_odc: bool) -> list[float]:
@@ -369,10 +313,13 @@ def looked(rank: int, world_size: int) -> list[list[float]]:
 
 
 def test_hooks_behind_accumulation_find_what_is_final() -> None:
-    for theirs, *ours in run_ranks(2, looked):
+    for theirs, *ours in found_by(looked, TOGETHER):
         for norms in ours:
             assert len(norms) == len(theirs) > STEPS
             assert sorted(norms) == pytest.approx(sorted(theirs), rel=1e-5)
+
+
+TOGETHER = (differences, wire_bytes, with_evaluations, in_float64_each, looked)
 
 
 class Hidden:

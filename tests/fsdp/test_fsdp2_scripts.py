@@ -131,13 +131,8 @@ FURTHER = (
     *("clip_grad_norm_ by keyword", "clip_grad_value_, each second step, idle", "clipping in two parts"),
     *("clip_grad_norm_ twice", "two optimizers", "zero_grad after the step", "zero_grad in place", "zero_grad never"),
     *("gradients scaled in a compiled function", "norm by hand", "step by hand through data"),
-    *(
-        "skipped steps, cleared in place",
-        "cleared instead of a step, by hand",
-        "accumulation",
-        "checkpointing, reentrant",
-    ),
-    *("averages in a step hook", "swap_tensors between steps", "units without a root", "evaluation"),
+    *("skipped steps, cleared in place", "cleared instead of a step, by hand", "checkpointing, reentrant"),
+    *("averages in a step hook", "swap_tensors between steps", "accumulation", "units without a root", "evaluation"),
     *("GradScaler, fused optimizer", "closure by keyword", "optimizer state asked for early, SGD", "forward method"),
     *("zero_grad before forward", "zero_grad in place before forward", "grad = None by hand before forward"),
     *("zero_grad of the module", "step by hand, cleared in place", "another divide factor, without sync"),
@@ -152,7 +147,8 @@ FURTHER = (
 """With ``-m extended``: every run has their like, here, in pairs (test_bench_parity.py), and in the states of gradients
 (test_gradient_state.py)."""
 BOTH_WAYS = (
-    *("accumulation without sync, deterministic", "a rank without microbatches", "tied weights in a list"),
+    *("accumulation without sync, deterministic", "a rank without microbatches"),
+    *("tied weights in a list", "unit of a list"),
     *("set_reshard_after_backward", "unshard by hand", "CPUOffloadPolicy", "ignored_params", "load after patching"),
     *("weights in float8, a scale for each row", "hybrid, accumulation"),
 )
