@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from process_ranks import assert_all_say, run_ranks, start_ranks
+from process_ranks import assert_all_say, found_by, run_ranks, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -288,7 +288,7 @@ def nothing_until_final(rank: int, world_size: int) -> None:
 
 
 def test_a_minibatch_holds_no_gradients_before_they_are_final() -> None:
-    run_ranks(2, nothing_until_final)
+    assert found_by(nothing_until_final, TOGETHER) == [None, None]
 
 
 def evaluates_where_a_rank_has_no_microbatch(rank: int, world_size: int) -> list[float]:
@@ -304,7 +304,7 @@ def evaluates_where_a_rank_has_no_microbatch(rank: int, world_size: int) -> list
 
 
 def test_an_evaluation_never_sees_parameters_of_the_minibatch_before() -> None:
-    ours, without = run_ranks(2, evaluates_where_a_rank_has_no_microbatch)
+    ours, without = found_by(evaluates_where_a_rank_has_no_microbatch, TOGETHER)
     assert without == ours
     assert len(set(ours)) == 3
 
@@ -385,9 +385,12 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_is_not_supported_is_named_when_patching() -> None:
-    for texts in run_ranks(2, refusals):
+    for texts in found_by(refusals, TOGETHER):
         for (_, words), text in zip(REFUSED, texts, strict=True):
             assert words in text
+
+
+TOGETHER = (nothing_until_final, evaluates_where_a_rank_has_no_microbatch, refusals)
 
 
 def misused(rank: int, world_size: int, how: str) -> None:
@@ -502,10 +505,10 @@ def kept_gradients(rank: int, world_size: int, use_orig_params: bool, half: int)
 @pytest.mark.parametrize(
     ("use_orig_params", "half"),
     [
-        pytest.param(use_orig_params, half, marks=() if use_orig_params == half else pytest.mark.extended)
+        pytest.param(use_orig_params, half, marks=() if use_orig_params and half else pytest.mark.extended)
         for use_orig_params in (True, False)
         for half in (0, 1)
-    ],
+    ],  # in every run FSDP1's pairs (test_bench_parity.py), and flat ones: test_fsdp1_parity.py
 )
 def test_gradients_that_stay_over_a_step_are_those_of_plain_fsdp1(use_orig_params: bool, half: int) -> None:
     for wrong in run_ranks(2, kept_gradients, use_orig_params, half, timeout_s=300):
