@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_ranks import run_ranks
+from process_ranks import found_by, run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -145,6 +145,14 @@ HYBRID = {
     "hybrid-bf16": Case({"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "mixed_precision": BF16}),
 }
 ALL = {**CASES, **ONLY_ORIGINAL, **HYBRID}
+FURTHER = (
+    *("shard-grad-op", "bf16", "no-sync-bf16", "no-sync-shard-grad-op", "kept-gradients", "frozen-units"),
+    *("used-twice", "no-backward-prefetch", "no-limit", "checkpointing", "checkpointing-reentrant"),
+    *("evaluates", "evaluates-bf16", "two-optimizers"),
+)
+"""With ``-m extended``: every run has others that do the same and more."""
+EVERY_RUN = tuple(name for name in {**CASES, **ONLY_ORIGINAL} if name not in FURTHER)
+further = functools.partial(pytest.param, marks=pytest.mark.extended)
 
 Gradients = list[torch.Tensor | None]
 
@@ -224,19 +232,9 @@ def gradient_difference(ours: Gradients, theirs: Gradients) -> float:
     return max(float((a - b).abs().max()) for a, b in present if b.numel()) / scale
 
 
-@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.extended)], ids=["orig", "flat"])
-def two_ranks(request: pytest.FixtureRequest) -> list[dict[str, tuple[float, float]]]:
-    return run_ranks(2, differences, list(CASES), request.param, timeout_s=300)
-
-
-@pytest.fixture(scope="module")
-def two_ranks_original() -> list[dict[str, tuple[float, float]]]:
-    return run_ranks(2, differences, list(ONLY_ORIGINAL), True, timeout_s=180)
-
-
-@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.extended)], ids=["orig", "flat"])
-def hybrid(request: pytest.FixtureRequest) -> list[dict[str, tuple[float, float]]]:
-    return run_ranks(4, differences, list(HYBRID), request.param, timeout_s=300)
+@functools.cache
+def differences_of(names: tuple[str, ...], use_orig_params: bool) -> list[dict[str, tuple[float, float]]]:
+    return run_ranks(4 if names[0] in HYBRID else 2, differences, list(names), use_orig_params, timeout_s=300)
 
 
 def check(found: list[dict[str, tuple[float, float]]], name: str) -> None:
@@ -246,19 +244,25 @@ def check(found: list[dict[str, tuple[float, float]]], name: str) -> None:
         assert parameters < ALL[name].tolerance
 
 
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [*((EVERY_RUN, name) for name in EVERY_RUN), *(further(FURTHER, name) for name in FURTHER)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_scripts_train_to_the_numbers_of_plain_fsdp1(names: tuple[str, ...], name: str) -> None:
+    check(differences_of(names, True), name)
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("name", CASES)
-def test_scripts_train_to_the_numbers_of_plain_fsdp1(two_ranks: list[Any], name: str) -> None:
-    check(two_ranks, name)
+def test_scripts_with_flat_parameters(name: str) -> None:
+    check(differences_of(tuple(CASES), False), name)
 
 
-@pytest.mark.parametrize("name", ONLY_ORIGINAL)
-def test_scripts_with_original_parameters(two_ranks_original: list[Any], name: str) -> None:
-    check(two_ranks_original, name)
-
-
+@pytest.mark.parametrize("use_orig_params", [True, further(False)], ids=["orig", "flat"])
 @pytest.mark.parametrize("name", HYBRID)
-def test_hybrid_sharding_over_two_hosts(hybrid: list[Any], name: str) -> None:
-    check(hybrid, name)
+def test_hybrid_sharding_over_two_hosts(name: str, use_orig_params: bool) -> None:
+    check(differences_of(tuple(HYBRID), use_orig_params), name)
 
 
 # Between hosts: FSDP1 frees and allocates the memory that it gathers into, and what has no address comes over a link.
@@ -281,16 +285,12 @@ def test_shards_and_replicas_that_lie_on_several_hosts(num_ranks: int, names: li
 # Unequal numbers of microbatches, which FSDP1 alone cannot run
 
 UNEVEN: list[dict[str, Any]] = [
-    {},
     {"use_orig_params": False},
-    {"sharding_strategy": SHARD_GRAD_OP},
     {"sharding_strategy": SHARD_GRAD_OP, "use_orig_params": False, "set_to_none": False},
     {"set_to_none": False},
     {"no_sync": True},
-    {"evaluates": True},
     {"evaluates": True, "use_orig_params": False, "sharding_strategy": SHARD_GRAD_OP},
-    {"deterministic": True},
-    {"accumulate": "daemon", "deterministic": True},
+    {"evaluates": True, "accumulate": "daemon", "deterministic": True},
 ]
 
 
@@ -329,13 +329,8 @@ def uneven(
     return full_parameters_of_fsdp1(model)
 
 
-def uneven_all(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [uneven(rank, world_size, [2, 0], **case) for case in cases]
-
-
-@pytest.fixture(scope="module")
-def without_microbatches() -> list[list[dict[str, Any]]]:
-    return run_ranks(2, uneven_all, UNEVEN, timeout_s=300)
+def without_microbatches(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return [uneven(rank, world_size, [2, 0], **case) for case in UNEVEN]
 
 
 @functools.cache
@@ -343,10 +338,10 @@ def float64_reference(counts: tuple[int, ...], mixed: bool = False) -> dict[str,
     return reference(counts, STEPS, mixed_modules if mixed else lambda step, rank, m: {})
 
 
-@pytest.mark.parametrize("index", range(len(UNEVEN)), ids=[",".join(case) or "plain" for case in UNEVEN])
-def test_a_rank_without_microbatches(without_microbatches: list[Any], index: int) -> None:
-    for of_rank in without_microbatches:
-        assert largest_difference(of_rank[index], float64_reference((2, 0))) < TOLERANCE
+def test_a_rank_without_microbatches() -> None:
+    for of_rank in found_by(without_microbatches, (twice_deterministic, without_microbatches)):
+        differences = [largest_difference(ours, float64_reference((2, 0))) for ours in of_rank]
+        assert max(differences) < TOLERANCE, dict(zip(map(str, UNEVEN), differences, strict=True))
 
 
 def four_ranks(rank: int, world_size: int, counts: list[int]) -> list[dict[str, Any]]:
@@ -372,7 +367,7 @@ def twice_deterministic(rank: int, world_size: int) -> None:
 
 
 def test_deterministic_runs_are_bit_equal() -> None:
-    run_ranks(2, twice_deterministic)
+    assert found_by(twice_deterministic, (twice_deterministic, without_microbatches)) == [None, None]
 
 
 def test_one_rank_is_plain_fsdp1() -> None:

@@ -24,9 +24,9 @@ FURTHER = (
     *("another divide factor, without sync", "averages swapped in, data", "clamped", "a bias summoned"),
     *(name for name in READING if name.startswith("skipped")),
 )
-"""With ``-m extended``: every run has pairs in generated scripts (test_bench_parity.py). What is kept, skipped or stepped
-by hand is the same state under both: test_gradient_state.py has every loop, and test_fsdp2_scripts.py these, and a
-compiled step."""
+"""With ``-m extended``: every run has pairs in generated scripts (test_bench_parity.py). What is kept, skipped or
+stepped by hand is the same state under both: test_gradient_state.py has every loop, and test_fsdp2_scripts.py these,
+and a compiled step."""
 
 
 class Fsdp1Run(Run):
