@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_nvshmem import registered_fakes
-from process_ranks import assert_all_say, run_ranks, start_ranks
+from process_ranks import assert_all_say, found_by, run_ranks, start_ranks
 from test_compute_groups import Block, part
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -431,7 +431,7 @@ def test_several_meshes_beside_tensor_parallelism_and_under_fsdp1() -> None:
     for parameter in expected.parameters():
         parameter.register_hook(lambda grad: grad / 2)
     whole = {name: torch.from_numpy(value) for name, value in train_dense(expected, [2, 3], range(2)).items()}
-    for rank, (tensor, uneven, fsdp1) in enumerate(run_ranks(4, dense_runs)):
+    for rank, (tensor, uneven, fsdp1) in enumerate(found_by(dense_runs, TOGETHER, 4)):
         assert largest_difference(tensor[1], tensor[0]) < 1e-6
         assert largest_difference(fsdp1[1], fsdp1[0]) < 1e-6
         for name, ours in uneven.items():
@@ -493,7 +493,7 @@ def discarding_runs(rank: int, world_size: int) -> Any:
 
 
 def test_of_a_discarded_minibatch_nothing_remains_on_any_mesh() -> None:
-    found = run_ranks(4, discarding_runs)
+    found = found_by(discarding_runs, TOGETHER, 4)
     for number, (layout, in_place) in enumerate(DISCARDED.items()):
         check([of_rank[number] for of_rank in found], layout, EVEN, [0, 2], in_place=in_place)
 
@@ -511,7 +511,7 @@ def dropping_run(rank: int, world_size: int) -> bool:
 
 
 def test_a_model_that_is_dropped_is_freed_on_all_meshes() -> None:
-    assert run_ranks(4, dropping_run) == [True] * 4
+    assert found_by(dropping_run, TOGETHER, 4) == [True] * 4
 
 
 def changing_run(rank: int, world_size: int) -> Any:
@@ -552,13 +552,15 @@ def test_changes_loads_and_unfreezing_reach_all_meshes() -> None:
     model.requires_grad_(True)
     norms += train(model, EVEN, range(4), [1], optimizer=optimizer)
     whole = {name: p.detach() for name, p in model.named_parameters()}
-    for rank, (text, loss, our_norms, ours) in enumerate(run_ranks(4, changing_run)):
+    for rank, (text, loss, our_norms, ours) in enumerate(found_by(changing_run, TOGETHER, 4)):
         assert text == "2 units over 4 ranks and 2 units over 2 ranks, transport shm, in place"
         assert loss == pytest.approx(loss_of_batch(halved, rank), rel=1e-5)
         assert our_norms == pytest.approx(norms, rel=1e-5)
         expected = {name: expected_part(name, whole, "modules", rank) for name in ours}
         assert largest_difference(ours, expected) < 1e-5
 
+
+TOGETHER = (discarding_runs, dropping_run, changing_run, dense_runs)
 
 # Failures
 
