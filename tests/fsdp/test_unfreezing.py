@@ -3,11 +3,12 @@ unfreezing, a discriminator that is frozen first. Nothing is kept for those that
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from process_ranks import assert_one_says, run_ranks, start_ranks
+from process_ranks import assert_one_says, found_by, start_ranks
 from torch.nn.utils import clip_grad_norm_
 from training import (
     build,
@@ -43,7 +44,7 @@ def train(rank: int, world_size: int, fsdp: int, idle: bool, how: str, patched: 
                 if any(part in name for part in UNFROZEN.get(step, ())):
                     parameter.requires_grad_(True)
             is_idle = idle and rank == 1 and step in UNFROZEN
-            with session.minibatch() if how == "block" and session is not None else nullcontext():
+            with session.minibatch() if "block" in how and session is not None else nullcontext():
                 if not (is_idle and patched):
                     (loss_of(model, tokens(step, rank, 0)) * (0.0 if is_idle else 0.05)).backward()
             if how == "clipping":
@@ -58,26 +59,23 @@ def train(rank: int, world_size: int, fsdp: int, idle: bool, how: str, patched: 
     return {str(i): p.full_tensor().detach() for i, p in enumerate(parameters)}, counts
 
 
-def compared(rank: int, world_size: int, fsdp: int, idle: bool, how: str) -> tuple[float, int]:
-    expected, _ = train(rank, world_size, fsdp, idle, how, False)
-    found, counts = train(rank, world_size, fsdp, idle, how, True)
-    return largest_difference(found, expected), counts.minibatches
+def compared(rank: int, world_size: int) -> dict[tuple[str, int], tuple[float, int]]:
+    found = {}
+    for how, fsdp in CASES:
+        expected, _ = train(rank, world_size, fsdp, how != "block", how, False)
+        ours, counts = train(rank, world_size, fsdp, how != "block", how, True)
+        found[how, fsdp] = largest_difference(ours, expected), counts.minibatches
+    return found
 
 
-WAYS = [(False, "clipping"), (True, "clipping"), (True, "step"), (True, "by unit"), (False, "block"), (True, "block")]
-"""Whether a rank is idle, and what uses the gradients."""
+CASES = [(how, fsdp) for how in ("clipping", "step", "by unit", "block", "idle in a block") for fsdp in (1, 2)]
+"""What uses the gradients, and whether a rank is idle: it is, but in a block."""
 
 
-@pytest.mark.parametrize(
-    ("idle", "how", "fsdp"),
-    [
-        pytest.param(idle, how, fsdp, marks=() if idle or fsdp == 2 else pytest.mark.extended)
-        for idle, how in WAYS
-        for fsdp in (1, 2)
-    ],
-)
-def test_what_is_unfrozen_is_trained(idle: bool, how: str, fsdp: int) -> None:
-    for difference, minibatches in run_ranks(2, compared, fsdp, idle, how, env={"ODC_TIMEOUT": "20"}, timeout_s=90):
+@pytest.mark.parametrize(("how", "fsdp"), CASES)
+def test_what_is_unfrozen_is_trained(how: str, fsdp: int) -> None:
+    for of_rank in found_by(compared, (compared, in_turn)):
+        difference, minibatches = of_rank[how, fsdp]
         assert difference < 1e-5
         assert minibatches == 6  # of all that was patched, one after the other
 
@@ -131,14 +129,18 @@ def frozen_in_turn(rank: int, world_size: int, fsdp: int, patched: bool) -> tupl
     return full_parameters(model), len(runtimes)
 
 
-def in_turn(rank: int, world_size: int, fsdp: int) -> tuple[float, int]:
-    (expected, _), (found, runtimes) = (frozen_in_turn(rank, world_size, fsdp, patched) for patched in (False, True))
-    return largest_difference(found, expected), runtimes
+def in_turn(rank: int, world_size: int) -> list[tuple[float, int]]:
+    results = []
+    for fsdp in (1, 2):
+        (expected, _), (found, runtimes) = (
+            frozen_in_turn(rank, world_size, fsdp, patched) for patched in (False, True)
+        )
+        results.append((largest_difference(found, expected), runtimes))
+    return results
 
 
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_what_is_frozen_in_turn_is_patched_anew_once(fsdp: int) -> None:
-    for difference, runtimes in run_ranks(2, in_turn, fsdp, env={"ODC_TIMEOUT": "20"}, timeout_s=90):
+def test_what_is_frozen_in_turn_is_patched_anew_once() -> None:
+    for difference, runtimes in itertools.chain(*found_by(in_turn, (compared, in_turn))):
         assert difference < 1e-5
         assert runtimes == 2
 
