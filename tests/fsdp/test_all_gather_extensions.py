@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from extended_weights import Extended, Made, Rounded, RowScaled, Scaled, extend, precompute_scales
 from fsdp_scripts import extended
 from fsdp_scripts.run import Case, Outcome, Run, differences, with_
-from process_ranks import assert_all_say, assert_one_says, run_ranks, start_ranks
+from process_ranks import assert_all_say, assert_one_says, found_by, run_ranks, start_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -108,7 +108,7 @@ def what_is_made(rank: int, world_size: int) -> tuple[list[int], list[int]]:
 
 
 def test_what_travels_is_made_once_a_publication_and_not_for_each_gather() -> None:
-    for numbers, (plain, rounded) in run_ranks(2, what_is_made):
+    for numbers, (plain, rounded) in found_by(what_is_made, TOGETHER):
         num_weights = 4
         assert numbers == [2 * num_weights, 3 * num_weights, 4 * num_weights]  # one to know how much it is
         assert rounded < 0.7 * plain
@@ -138,7 +138,7 @@ def made_with_scales(rank: int, world_size: int) -> list[list[int]]:
 
 def test_scales_that_are_computed_in_a_step_hook_are_published_with_the_step() -> None:
     num_weights = 2
-    for in_hook, behind in run_ranks(2, made_with_scales):
+    for in_hook, behind in found_by(made_with_scales, TOGETHER):
         assert in_hook == [num_weights] * 3
         assert behind == [num_weights, 2 * num_weights, 2 * num_weights]  # anew when the model is next used
 
@@ -255,7 +255,7 @@ def find_dtypes(rank: int, world_size: int) -> list[dict[str, float | str]]:
 
 def test_gradients_in_the_dtype_of_the_full_weight() -> None:
     """As FSDP2, which reduces them as they come, unless it is told to."""
-    found = run_ranks(2, find_dtypes)
+    found = found_by(find_dtypes, TOGETHER)
     for in_bfloat16, told, _ in found:
         assert in_bfloat16 == {"small": 0.0}
         assert told == {"small": 0.0}
@@ -392,7 +392,10 @@ def said(rank: int, world_size: int) -> None:
 
 
 def test_what_is_said_is_done_where_that_communicates() -> None:
-    run_ranks(2, said)
+    assert found_by(said, TOGETHER) == [None, None]
+
+
+TOGETHER = (what_is_made, made_with_scales, find_dtypes, said)
 
 
 # torchao's
