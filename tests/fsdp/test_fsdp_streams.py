@@ -52,7 +52,7 @@ def patched_each_way(
     return {name: patched(rank, world_size, kind, chosen) for name, chosen in options.items()}
 
 
-@pytest.fixture(scope="module", params=["fsdp2", "fsdp1-flat", "fsdp1-orig"])
+@pytest.fixture(scope="module", params=["fsdp2", "fsdp1-orig", pytest.param("fsdp1-flat", marks=pytest.mark.extended)])
 def trained(request: pytest.FixtureRequest) -> dict[str, tuple[dict[str, Any], str, dict[str, int]]]:
     """What rank 0 of two has with each option."""
     return run_ranks(2, patched_each_way, request.param, OPTIONS)[0]
