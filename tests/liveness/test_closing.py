@@ -47,7 +47,7 @@ def closing_early(rank: int, world_size: int, folder: str, is_fsdp1: bool, ends:
         return losses
     wait_until((Path(folder) / "closed").exists, "rank 0 did not close")
     if ends:
-        time.sleep(3.0)  # rank 0 is at the end of its process now
+        time.sleep(2.0)  # rank 0 is at the end of its process now
     losses += [float(evaluated(model)) for _ in range(3)]
     session.close()
     (Path(folder) / "done").touch()

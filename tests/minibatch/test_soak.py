@@ -177,7 +177,7 @@ def many_microbatches(rank: int, world_size: int, number: int, options: dict[str
 MODES = [
     pytest.param(1, {}, id="direct"),
     pytest.param(1, {"accumulate": "daemon"}, id="daemon"),
-    pytest.param(1, {"deterministic": True}, id="deterministic"),
+    pytest.param(1, {"deterministic": True}, id="deterministic", marks=pytest.mark.extended),
     pytest.param(2, {}, id="tcp"),
 ]
 
@@ -236,9 +236,16 @@ def run_from(number: int, make_run: Callable[[ThreadExchange], Any], num_minibat
 LIMITS = [2**31 - 3, 2**32 - 3, 2**53 - 3]
 
 
-@pytest.mark.parametrize("number", LIMITS)
 @pytest.mark.parametrize(
-    ("hosts", "mode"), [*((1, mode) for mode in test_protocol.MODES), (2, ("daemon", False)), (2, ("daemon", True))]
+    ("number", "hosts", "mode"),
+    [  # each mode at one limit at least, those that count most at all of them
+        pytest.param(number, hosts, mode, marks=() if number == LIMITS[1] or not mode[1] else pytest.mark.extended)
+        for number in LIMITS
+        for hosts, mode in (
+            *((1, mode) for mode in test_protocol.MODES),
+            *((2, ("daemon", one)) for one in (False, True)),
+        )
+    ],
 )
 def test_counters_pass_their_limits(mode: tuple[str, bool], hosts: int, number: int) -> None:
     """Minibatches, signals, pushes, requests and progress across 31, 32 and 53 bits: every push and version counts."""
