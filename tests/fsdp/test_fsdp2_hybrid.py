@@ -106,7 +106,7 @@ def uneven_run(rank: int, world_size: int, kind: str) -> dict[str, Any]:
         return full_parameters(model)
 
 
-@pytest.mark.parametrize("kind", ["hsdp", "int"])
+@pytest.mark.parametrize("kind", [pytest.param("hsdp", marks=pytest.mark.extended), "int"])
 def test_uneven_microbatches_and_units_unused_on_one_host(kind: str) -> None:
     expected = reference([3, 0, 1, 2], 4, unused_on_host_1)
     for ours in run_ranks(4, uneven_runs, kind, timeout_s=180)[0]:

@@ -222,7 +222,7 @@ def reference_of(loops: Loops) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one host", "two hosts"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=EXTENDED)], ids=["one host", "two hosts"])
 def results(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
     return run_ranks(3, across, request.param, run_loops, env={"ODC_TIMEOUT": "60"}, timeout_s=300)
 
