@@ -52,8 +52,9 @@ CLOSE_PAUSE_S = 2e-3
 FAILURE_GRACE_S = 1.0
 """For which a failure is left to the training loop, which can say better what it was doing."""
 EXPLANATION_S = 3.0
-"""For which a broken collective waits for news that explain it; for who has closed only,"""
+"""For which a broken collective waits for news that explain it."""
 CLOSED_S = 1.0
+"""For which a collective waits for a rank that has closed: what it gave may be on its way, or others explain more."""
 EXPLANATION_PAUSE_S = 0.02
 LINK_EXPLANATION_S = 5.0
 """For which the end of a connection's data waits for a control frame that explains it."""

@@ -184,6 +184,7 @@ class Waiter:
         started_ns = time.monotonic_ns()
         patience, reminder = Patience(self.job, self._timeout_s), Reminder()
         others = [rank for rank in ranks if rank != self.job.rank and self.job.sees(rank)]
+        closed_s = dict[int, float]()  # since when, on the clock of this wait
 
         def look(waited_s: float) -> None:
             self._faults.hit("wait")
@@ -193,7 +194,12 @@ class Waiter:
             if is_outside:
                 others[:] = [rank for rank in others if self.job.peer(rank).state is not PeerState.CLOSED]
             for rank in others:
-                if self.job.peer(rank).state is not PeerState.ALIVE and not is_completed():
+                state = self.job.peer(rank).state
+                if state is PeerState.CLOSED:  # behind its part of this collective, which may still be on its way here
+                    is_missed = waited_s - closed_s.setdefault(rank, waited_s) > limits.CLOSED_S
+                else:
+                    is_missed = state is PeerState.DEAD
+                if is_missed and not is_completed():
                     self._fail_gone(rank, lambda: what, waited_s)
             self._fail_silent(patience, others, lambda: what)
             if is_outside and waited_s > self._timeout_s + 1.5 * limits.STATUS_LAG_S:  # a silent rank is found before

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from odc import limits
+from odc.errors import PeerClosedError
+from odc.liveness.faults import FaultInjector
 from odc.rank import waiting
-from odc.rank.waiting import Failure, Patience
+from odc.rank.waiting import Failure, Patience, Waiter
 from odc.rank.watchdog import InCollective, JobWatchdog
+from odc.timeline import Stats
 from odc.transports._control import Heartbeats
 from odc.transports._peers import IN_COLLECTIVE, PeerState, in_collective
 
@@ -198,3 +202,33 @@ def test_what_one_group_has_told_is_told_to_the_other_while_the_script_computes(
     finally:
         watchdog.close()
     assert job.told == ["rank 3: ValueError"]
+
+
+@pytest.mark.parametrize(("arrives_s", "closes_s"), [(0.5, 0.0), (6.5, 6.0), (8.0, 6.0), (None, 0.0)])
+def test_what_a_rank_gave_to_a_collective_may_arrive_after_its_close(
+    arrives_s: float | None, closes_s: float, ranks: Ranks
+) -> None:
+    """Within a second; a rank that has not come to the collective by then will not come."""
+    started, own = ranks.now, SimpleNamespace(tick=lambda: None, set_waiting_on=lambda whom: None)
+
+    def is_completed() -> bool:
+        ranks.now += 0.05
+        for shown in ranks.seen.values():
+            shown.progress += 1
+        return arrives_s is not None and ranks.now - started >= arrives_s
+
+    def peer(rank: int) -> Any:
+        state = PeerState.CLOSED if rank == 2 and ranks.now - started >= closes_s else PeerState.ALIVE
+        about = {"who": f"rank {rank}", "is_dead": False, "describe": lambda: "it closed its session"}
+        return SimpleNamespace(**{**vars(Ranks.peer(ranks, rank)), **about, "state": state})
+
+    job: Any = SimpleNamespace(rank=0, own=own, sees=ranks.sees, others=ranks.others, peer=peer)
+    job.abort_notice, job.after_refusal = lambda: None, lambda rank: ""
+    transport: Any = SimpleNamespace(peers=own)
+    waiter = Waiter(transport, LIMIT_S, FaultInjector("", rank=0), Stats(), Failure(), job)
+    if arrives_s is not None and arrives_s - closes_s < limits.CLOSED_S:
+        waiter.wait_for_work(is_completed, "parameters", [0, 2])
+        return
+    with pytest.raises(PeerClosedError, match="rank 2 is gone: it closed its session"):
+        waiter.wait_for_work(is_completed, "parameters", [0, 2])
+    assert limits.CLOSED_S < ranks.now - started - closes_s < limits.CLOSED_S + 0.5
