@@ -14,6 +14,8 @@ from odc.cli import plots
 from odc.cli.costs import make_training
 
 SMALL = ("--samples", "1024", "--minibatches", "8")
+TINY = ("--samples", "256", "--minibatches", "2")
+"""Where what is planned does not matter."""
 SIZES = ("--context-parallel", "1,2,4,8")
 
 
@@ -31,13 +33,13 @@ def linear_costs(path: Path) -> str:
 
 
 def test_tables_fit_80_columns() -> None:
-    table = printed("plan", "longalign", *SMALL, *SIZES, "--policy", "all", "--world-size", "16", "--noise", "0.1")
+    table = printed("plan", "longalign", *TINY, *SIZES, "--policy", "all", "--world-size", "16", "--noise", "0.1")
     assert max(map(len, table.splitlines())) <= 80
     for text in (
         "│     8 │ lb-micro-global ",
         "│     1 │ verl-native ",
         "450 GB/s",
-        "16 devices, 4 samples per device",
+        "4 samples per device",
     ):
         assert text in table
     assert "nothing hides" in " ".join(table.split())
@@ -57,8 +59,8 @@ def test_tables_fit_80_columns() -> None:
 def test_groups_of_one_are_the_plain_plan(options: Any, tmp_path: Path) -> None:
     if options == "timings":
         options = ("--timings", linear_costs(tmp_path / "t.csv"))
-    plain = plan("longalign", *SMALL, *options, "--policy", "all")
-    groups = plan("longalign", *SMALL, *options, "--policy", "all", "--context-parallel", "1,2", "--link", "1")
+    plain = plan("longalign", *TINY, *options, "--policy", "all")
+    groups = plan("longalign", *TINY, *options, "--policy", "all", "--context-parallel", "1,2", "--link", "1")
     (alone,) = (group for group in groups["groups"] if group["context_parallel"] == 1)
     for ours, theirs in zip(alone["policies"], plain["policies"], strict=True):
         assert ours.pop("planning_s_per_minibatch") > 0
@@ -95,7 +97,7 @@ def test_the_longest_sample_by_hand(tmp_path: Path) -> None:
         assert row["speedup"] == pytest.approx(1 / seconds, rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_lb_mini_on_groups_is_the_best_of_all_ways(seed: int, tmp_path: Path) -> None:
     """To share out six samples to the groups: all 3^6 or 2^6 ways are tried. A sample costs its square."""
     lengths = [int(each) for each in np.random.default_rng(seed).integers(100, 1000, 6)]
@@ -113,7 +115,7 @@ def test_lb_mini_on_groups_is_the_best_of_all_ways(seed: int, tmp_path: Path) ->
 
 
 def test_a_faster_link_does_not_hurt() -> None:
-    slow, fast, faster = (rows_of(plan("longalign", *SMALL, *SIZES, "--link", link)) for link in ("5", "50", "nvlink"))
+    slow, fast, faster = (rows_of(plan("longalign", *TINY, *SIZES, "--link", link)) for link in ("5", "50", "nvlink"))
     for key, row in slow.items():
         rates = [found[key]["samples_per_s"] for found in (slow, fast, faster)]
         if key[0] == 1:
@@ -126,7 +128,7 @@ def test_a_faster_link_does_not_hurt() -> None:
 
 
 def test_links_have_names_and_may_differ() -> None:
-    arguments = ("aime", *SMALL, "--context-parallel", "8,2", "--device", "a100")
+    arguments = ("aime", *TINY, "--context-parallel", "8,2", "--device", "a100")
     found = plan(*arguments, "--link", "infiniband,nvlink")
     assert [(group["context_parallel"], group["link_bytes_per_s"]) for group in found["groups"]] == [
         (2, 300e9),
@@ -294,5 +296,5 @@ def test_the_picture_shows_the_fastest_plans(tmp_path: Path, monkeypatch: pytest
 
 def test_help_says_that_samples_count_per_device() -> None:
     text = words("plan", "--help")
-    assert "--minibatch-size is per device" in text
-    assert "nothing hides that" in text
+    assert "--minibatch-size and the memory for a microbatch are per device" in text
+    assert "in each layer, not hidden" in text

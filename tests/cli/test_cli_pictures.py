@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +23,11 @@ from odc.cli.output import significant
 POLICIES = ("lb-micro", "lb-micro-global", "lb-mini")
 
 
-def compared(machine: Machine | None = None, world_size: int = 4, odc_slower: float = 1.0) -> Comparison:
-    machine = machine or Machine()
-    lengths = even_lengths("aime", 1024)
+@functools.cache
+def compared(machine: Machine = Machine(), world_size: int = 4, odc_slower: float = 1.0) -> Comparison:  # noqa: B008
+    lengths = even_lengths("aime", 256)
     training = make_training("qwen2.5-1.5b", "h100", 0.4, world_size, recompute=True, timings=None)
-    scenario = Scenario(some_of(lengths, 512, 0), training.cost, world_size, 2, max_tokens=int(lengths.max()))
+    scenario = Scenario(some_of(lengths, 128, 0), training.cost, world_size, 2, max_tokens=int(lengths.max()))
     slower = replace(machine, gather=machine.gather * odc_slower, scatter=machine.scatter * odc_slower)
     return compare(scenario, lengths, POLICIES, training, {"collective": machine, "odc": slower})
 
@@ -91,7 +92,7 @@ def test_pictures_of_one_kind_of_communication(policy: str, tmp_path: Path, monk
 
 def test_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, timeline, *_ = panels(compared(), tmp_path, monkeypatch).axes
-    assert lengths.get_title(loc="left").startswith("512 of 1,024 samples")
+    assert lengths.get_title(loc="left").startswith("128 of 256 samples")
     assert "as planned" not in timeline.get_title(loc="left")
     for machine in (Machine(noise=0.1), Machine(gather=1e-3)):
         timeline = panels(compared(machine), tmp_path, monkeypatch).axes[1]
