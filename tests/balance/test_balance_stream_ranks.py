@@ -107,7 +107,6 @@ def trouble(rank: int, world_size: int, kind: str, align: str) -> tuple[str, str
 
 
 TROUBLES = [
-    ("sample", "dgap", "AbortedError", r"the data of rank 1 ended with an error: OSError: .*no such file: sample_"),
     (
         "sample",
         "minibatch",
@@ -115,7 +114,6 @@ TROUBLES = [
         r"the data of rank 1 ended with an error: OSError: .*no such file: sample_",
     ),
     ("collate", "dgap", "AbortedError", "the data of rank 1 ended with an error: TypeError: no batch of these"),
-    ("collate", "steps", "AbortedError", "the data of rank 1 ended with an error: TypeError: no batch of these"),
     ("collate", "late", "AbortedError", "the data of rank 1 ended with an error: TypeError: no batch of these"),
     (
         "left",
