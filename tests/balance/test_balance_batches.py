@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import some_of
 from planning import (
     COST,
     EQUAL_NUMBERS,
@@ -184,8 +185,7 @@ def test_a_batch_of_one_minibatch_is_balanced_like_lb_micro() -> None:
             assert a.plan.makespan(comm) == pytest.approx(b.plan.makespan(comm), rel=1e-9)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["verl-native", "lb-micro", "none"])
-@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize(("drop_last", "name"), some_of([True, False], ["verl-native", "lb-micro", "none"]))
 def test_a_resumed_stream_is_the_tail_of_the_whole_one(name: str, drop_last: bool) -> None:
     num_samples = 2 * WORLD_SIZE * BATCH_SIZE + 3 * WORLD_SIZE * MINIBATCH_SIZE + 5
     sampler = stream(name, num_samples, drop_last=drop_last)

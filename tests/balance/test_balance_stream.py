@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import some_of
 from stream_ranks import run_streams
 
 from odc.balance import Minibatch, QuadraticCost, StreamLoader, pack_collate
@@ -92,9 +93,10 @@ def samples_of(ranks: list[Any]) -> list[int]:
 # Every sample once, whoever has it.
 
 
-@pytest.mark.parametrize("dataset", [Indices, Sequence])
-@pytest.mark.parametrize(("grouping", "align"), KINDS)
-def test_every_sample_once_on_ranks_that_do_not_divide_it(grouping: str, align: str, dataset: Any) -> None:
+@pytest.mark.parametrize(("dataset", "kind"), some_of([Indices, Sequence], KINDS))
+def test_every_sample_once_on_ranks_that_do_not_divide_it(dataset: Any, kind: tuple[str, str]) -> None:
+    grouping, align = kind
+
     def make(rank: int) -> StreamLoader[int, Any]:
         return make_loader(rank, 3, dataset(), align, grouping)
 
@@ -153,11 +155,12 @@ def test_no_pool_is_too_small_and_no_data_set_too_short(case: dict[str, Any]) ->
         assert len(ranks[0]) == -(-size // (world_size * case["steps"]))
 
 
-@pytest.mark.parametrize("dataset", [Indices, Sequence])
 @pytest.mark.parametrize(
-    ("grouping", "align"), [("token-budget", "dgap"), ("pack", "minibatch"), ("pool-sort", "none")]
+    ("dataset", "kind"),
+    some_of([Indices, Sequence], [("token-budget", "dgap"), ("pack", "minibatch"), ("pool-sort", "none")]),
 )
-def test_workers_change_nothing(grouping: str, align: str, dataset: Any) -> None:
+def test_workers_change_nothing(dataset: Any, kind: tuple[str, str]) -> None:
+    grouping, align = kind
     expected = make_loader(1, 2, dataset(), "none", grouping, loss_scaling="none")
     loader = make_loader(1, 2, dataset(), "none", grouping, loss_scaling="none", num_workers=2)
     assert summary(loader) == summary(expected)

@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import pytest
+from kernel_cases import some_of
 from stream_ranks import run_streams
 from test_balance_stream import make_loader, summary
 
@@ -99,9 +100,7 @@ def resumed(make_dataset: Any, num_workers: int, states: list[Any], count: int, 
     return [found for found, _ in ranks], [loader for _, loader in ranks]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("infinite", [False, True])
-@pytest.mark.parametrize("at", [9, *(pytest.param(at, marks=pytest.mark.extended) for at in (1, 17))])
+@pytest.mark.parametrize(("num_workers", "infinite", "at"), some_of([0, 2], [False, True], [9, 1, 17]))
 def test_a_state_of_its_own_leads_back_without_reading_all(num_workers: int, infinite: bool, at: int) -> None:
     count = 40 if infinite else 100
     whole, states = stopped(Stateful, num_workers, at, count, infinite=infinite)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import some_of
 from stream_ranks import run_streams
 from test_balance_stream import KINDS, Indices, InTurns, Sequence, make_loader, summary
 
@@ -27,9 +28,10 @@ def with_states(loader: StreamLoader[int, Any]) -> tuple[list[Any], list[str]]:
     return found, [*states, json.dumps(loader.state_dict())]
 
 
-@pytest.mark.parametrize("dataset", [Indices, Sequence])
-@pytest.mark.parametrize(("grouping", "align"), KINDS)
-def test_it_goes_on_after_any_minibatch(grouping: str, align: str, dataset: Any) -> None:
+@pytest.mark.parametrize(("dataset", "kind"), some_of([Indices, Sequence], KINDS))
+def test_it_goes_on_after_any_minibatch(dataset: Any, kind: tuple[str, str]) -> None:
+    grouping, align = kind
+
     def make(rank: int, **options: Any) -> StreamLoader[int, Any]:
         return make_loader(rank, 2, dataset(), align, grouping, **options)
 
