@@ -119,8 +119,7 @@ def assert_same(found: list[Minibatch[Any]], expected: list[Minibatch[Any]]) -> 
 # The same stream.
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(("policy", "rank"), [*zip(POLICIES, (0, 3, 0), strict=True)])
 def test_workers_change_nothing(policy: str, rank: int) -> None:
     expected = make_loader(rank, policy=policy)
     loader = make_loader(rank, policy=policy, **WORKERS)
@@ -130,7 +129,7 @@ def test_workers_change_nothing(policy: str, rank: int) -> None:
         assert_same(list(loader), list(expected))
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.extended)])
 def test_workers_that_are_not_forked(method: str) -> None:
     loader = make_loader(multiprocessing_context=method, num_workers=1)
     assert_same(list(loader), list(make_loader()))
@@ -258,7 +257,7 @@ def test_resume_with_other_workers(policy: str, before: int, after: int) -> None
         return loader
 
     whole = list(make(0))
-    for num_done in range(len(whole) + 1):
+    for num_done in (1, len(whole) - 1, len(whole)):
         interrupted, resumed = make(before), make(after)
         iterator = iter(interrupted)
         start = [next(iterator) for _ in range(num_done)]
