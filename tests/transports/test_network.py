@@ -81,6 +81,11 @@ CROSSES = {
 and of four microbatches, which compute in float32, and in bf16. Gloo sends what it reduce-scatters twice. Where
 parameters and gradients are shared, one rank has no microbatch."""
 
+EVERY_RUN = (
+    ("ODC", "full", 4, torch.float32),
+    *(("ODC", sharding, 4, torch.bfloat16) for sharding in ("full", "hybrid", "shared")),
+)
+
 
 def count_received(rank: int, world_size: int, system: str, sharding: str, dtype: torch.dtype) -> list[float]:
     shape, names = ((2, world_size // 2), ("replicate", "shard")) if sharding == "hybrid" else ((world_size,), None)
@@ -109,10 +114,13 @@ def count_received(rank: int, world_size: int, system: str, sharding: str, dtype
     return found[1:]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("system", "sharding", "num_ranks"),
-    [pytest.param(*way, marks=[pytest.mark.extended] * (way[0] == "FSDP2")) for way in CROSSES],
+    ("system", "sharding", "num_ranks", "dtype"),
+    [
+        pytest.param(*way, dtype, marks=() if (*way, dtype) in EVERY_RUN else pytest.mark.extended)
+        for way in CROSSES
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
 )
 def test_what_crosses_hosts(
     system: str, sharding: str, num_ranks: int, dtype: torch.dtype, hosts: network.TwoHosts
