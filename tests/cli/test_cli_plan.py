@@ -16,7 +16,7 @@ SMALL = ["--samples", "512", "--minibatches", "8", "--model", "qwen2.5-1.5b"]
 
 
 def test_table_fits_80_columns() -> None:
-    table = printed("plan", "longalign", *SMALL, "--policy", "all")
+    table = printed("plan", "longalign", *SMALL, "--minibatches", "4", "--policy", "all")
     assert max(map(len, table.splitlines())) <= 80
     for name in ("lb-mini", "verl-native", "local-sort"):
         assert f"│ {name} " in table
@@ -139,16 +139,16 @@ def test_rollouts_stay_as_far_as_the_policy_can() -> None:
     for row in found["policies"]:
         if row["comm"] == "odc" and row["policy"] in ("lb-micro", "lb-mini"):
             assert row["bubble_rate"] == pytest.approx(plain[row["policy"]], abs=2e-3)
-    text = words("plan", "aime", *options, "--rollouts")
+    text = words("plan", "aime", *options, "--minibatches", "2", "--rollouts")
     assert "Rollouts that change ranks, of all tokens: lb-micro" in text
     assert "MB a step (32 bytes a token)" in text
-    text = words("plan", "aime", *options, "--rollouts", "--policy", "none")
+    text = words("plan", "aime", *options, "--minibatches", "2", "--rollouts", "--policy", "none")
     assert "Rollouts stay where they were generated." in text
 
 
 def test_pictures(tmp_path: Path) -> None:
     for command, name in (("plan", "plan.png"), ("simulate", "studies.svg")):
-        extra = SMALL if command == "plan" else ["--samples", "256", "--factor", "devices", "--values", "2,4"]
+        extra = [*SMALL, "--minibatches", "2"] if command == "plan" else ["--samples", "256", "--factor", "devices", "--values", "2,4"]
         text = printed(command, "longalign", *extra, "--plot", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 10_000
         assert name in text.replace("\n", "")
@@ -156,7 +156,7 @@ def test_pictures(tmp_path: Path) -> None:
 
 def test_simulate_follows_figure_10() -> None:
     """The trends that section 5.3 of the paper describes."""
-    studies = json.loads(printed("simulate", "--samples", "384", "--json"))["studies"]
+    studies = json.loads(printed("simulate", "--samples", "256", "--json"))["studies"]
     gains = {name: [point["speedup"] - 1 for point in points] for name, points in studies.items()}
     sizes = gains["minibatch_size"]
     assert sizes[0] == pytest.approx(0.0, abs=1e-9)  # one sample each: nothing can be moved
