@@ -160,7 +160,6 @@ def run_often(k: SimpleNamespace, case: Case) -> None:
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [
-        (("daemon", False), torch.float32),
         (("daemon", False), torch.bfloat16),
         (("daemon", True), torch.float32),
         (("direct", False), torch.bfloat16),

@@ -42,11 +42,9 @@ PLAIN = [name for name, entry in ENTRIES.items() if not entry.nvshmem]
 FEW = (
     "nvshmem_put_signal",  # of those that are linked with NVSHMEM
     *("gather_parts[i32, aligned]", "gather_parts[i16, unaligned]", "scatter_parts[i32, aligned]"),
-    *("accumulate[bf16->fp32, aligned]", "accumulate[fp32->fp32, aligned]"),
     *("scatter_accumulate_parts[bf16->fp32, aligned]", "scatter_accumulate_parts[bf16->fp32, unaligned]"),
-    *("accumulate_slots[bf16->fp32, aligned]", "accumulate_slots[bf16->fp32, unaligned]"),
-    *("fill[bf16, aligned]", "copy_cast[bf16->fp32, aligned]"),
-    *("copy_cast[fp32->bf16, aligned]", "copy_cast[fp32->bf16, unaligned]"),
+    *("accumulate[bf16->fp32, aligned]", "accumulate_slots[bf16->fp32, aligned]"),
+    *("fill[bf16, aligned]", "copy_cast[fp32->bf16, aligned]"),
 )
 """What every run compiles, by one command. (To link one with NVSHMEM's device library takes 5 to 20 seconds of a
 core.)"""
@@ -107,6 +105,8 @@ def compile_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
     def compile_all(names: tuple[str, ...], archs: tuple[str, ...]) -> Compiled:
         folder = tmp_path_factory.mktemp("aot")
         options = ("--json", str(folder / "aot.json"), "--keep", str(folder), *library())
+        if names == FEW:  # compiled sooner than another worker has imported Triton
+            options = (*options, "--workers", "1")
         process = run_command("--arch", *archs, "--kernels", *names, *options)
         assert (folder / "aot.json").exists(), process.stderr
         return Compiled(process, json.loads((folder / "aot.json").read_text()), folder)
@@ -274,7 +274,7 @@ def _broken_kernel(out, BLOCK: tl.constexpr):
 
 @triton.jit
 def _spilling_kernel(out):
-    lanes = tl.arange(0, 32768)
+    lanes = tl.arange(0, 16384)
     values = tl.load(out + lanes)
     tl.debug_barrier()
     tl.store(out + lanes, values + 1)
@@ -327,7 +327,7 @@ def others(in_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_broken_kernel_is_named_and_fails(others: str, capsys: pytest.CaptureFixture[str]) -> None:
-    architectures = ("sm_80", "sm_90", "sm_100")
+    architectures = ("sm_80", "sm_100")
     assert main(["--arch", *architectures, "--entries", others, "--kernels", "broken", "gather"]) == 1
     printed = capsys.readouterr()
     for arch in architectures:
