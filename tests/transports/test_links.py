@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from faulty_ranks import assert_told, endless, fault, raising, stoppable, survivors, wait_for_training
+from kernel_cases import some_of
 from process_ranks import across, run_ranks, start_ranks, wait_until
 from thread_ranks import ThreadExchange, run_threads, values
 from training import build, full_parameters, largest_difference, reference, shard, train
@@ -99,6 +100,7 @@ def test_a_killed_rank_is_named_on_every_host(point: str) -> None:
     assert max(times) - min(times) < NOTICE_S
 
 
+@pytest.mark.extended  # over this transport in test_transport_conformance.py, of threads
 def test_an_exception_reaches_other_hosts_with_its_text() -> None:
     results = start_ranks(3, across, 3, raising, env=PATIENT).join(90)
     for result in survivors(results):
@@ -272,8 +274,7 @@ def test_a_child_of_a_dead_rank_does_not_keep_its_links_open(tmp_path: Path) -> 
 # Set-up
 
 
-@pytest.mark.parametrize("hosts", [1, 2], ids=["one host", "two hosts"])
-@pytest.mark.parametrize("step", [(StorePlan, "make"), (Runtime, "_complete")], ids=["sums", "the rest"])
+@pytest.mark.parametrize(("hosts", "step"), some_of([1, 2], [(StorePlan, "make"), (Runtime, "_complete")]))
 def test_a_failure_between_the_steps_of_set_up_reaches_all_ranks(
     hosts: int, step: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +319,7 @@ def set_up(exchange: ThreadExchange, timeout_s: float = 600.0) -> str:
 GARBAGE = [b"GET / HTTP/1.1\r\n\r\n" + bytes(60), b"\x80\x04\x95" + bytes(90), Frame(Kind.HELLO, 1).pack() + bytes(16)]
 
 
-@pytest.mark.parametrize("silent", [3, 40])
+@pytest.mark.parametrize("silent", [pytest.param(3, marks=pytest.mark.extended), 40])
 def test_strangers_at_the_door_hold_nobody_up(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault test 21 during set-up: before the ranks come to a door there are some who talk HTTP, pickle, show a wrong
     key, have hung up or half hung up, or say nothing, more than there is room for."""

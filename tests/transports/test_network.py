@@ -121,6 +121,7 @@ def count_received(rank: int, world_size: int, system: str, sharding: str, dtype
         for way in CROSSES
         for dtype in (torch.float32, torch.bfloat16)
     ],
+    ids=str,
 )
 def test_what_crosses_hosts(
     system: str, sharding: str, num_ranks: int, dtype: torch.dtype, hosts: network.TwoHosts
