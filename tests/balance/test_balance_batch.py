@@ -69,7 +69,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @given(SAMPLES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_sample_comes_as_it_was(sample: Any) -> None:
     assert_same(from_row(to_row(sample, torch.device("cpu"))), sample)
 

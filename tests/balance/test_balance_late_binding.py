@@ -121,7 +121,7 @@ def test_each_sample_is_computed_once_whoever_comes_between(
 def test_where_all_goes_as_planned_nothing_is_taken_or_split(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 8)
     for law in ("longalign", "swesmith", "aime"):
-        for plan in plans_of(law, 8, microbatch_cost=0.0):
+        for plan in plans_of(law, 3, microbatch_cost=0.0):
             took, done = ranks.run(plan, plan.costs, np.ones(8))
             assert done == [list(mine) for mine in falling(plan).microbatches]
             assert took == pytest.approx(plan.makespan("odc"), rel=1e-6)

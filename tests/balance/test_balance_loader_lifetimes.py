@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from epochs import failure
+from kernel_cases import some_of
 from test_balance_loader_workers import (
     COST,
     WORKERS,
@@ -77,8 +78,7 @@ def test_a_second_iteration_ends_the_first() -> None:
     assert num_workers_alive() == 0
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("change", ["epoch", "state"])
+@pytest.mark.parametrize(("num_workers", "change"), some_of([0, 2], ["state", "epoch"]))
 def test_an_iteration_does_not_outlive_its_epoch(num_workers: int, change: str) -> None:
     """Else ranks would mix plans of two epochs, each at the point that its own prefetching had reached."""
     loader = make_index_loader(num_workers=num_workers)
@@ -143,7 +143,8 @@ def test_persistent_workers_resume() -> None:
 # Errors.
 
 
-SOME_WORKERS = pytest.mark.parametrize("options", [{}, WORKERS, {**WORKERS, "persistent_workers": True}])
+PERSISTENT = pytest.param({**WORKERS, "persistent_workers": True}, marks=pytest.mark.extended)
+SOME_WORKERS = pytest.mark.parametrize("options", [{}, WORKERS, PERSISTENT])
 
 
 @SOME_WORKERS

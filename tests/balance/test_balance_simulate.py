@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import some_of
 
 from odc.balance import (
     LinearCost,
@@ -152,9 +153,7 @@ def scaled(cost: TransformerCost) -> TransformerCost:
 MODELS = {"quadratic": QuadraticCost(1 / 45000, 1 / 300), "windowed": scaled(WINDOWED)}
 
 
-@pytest.mark.parametrize("comm", COMMS)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("comm", "model", "overlap"), some_of(COMMS, MODELS, [0.0, 0.5, 1.0]))
 @settings(deadline=None, max_examples=20)
 @given(
     planned=plans(),
@@ -217,8 +216,7 @@ def test_without_options_it_is_what_the_plan_says(comm: Comm, planned: tuple[Pla
         assert elapsed.makespan == pytest.approx(plan.makespan(comm), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", policy_names())
-@pytest.mark.parametrize("speeds", [None, (1.0, 0.5, 2.0)])
+@pytest.mark.parametrize(("speeds", "name"), some_of([None, (1.0, 0.5, 2.0)], policy_names()))
 def test_an_epoch_without_options_is_what_the_plans_say(name: str, speeds: tuple[float, ...] | None) -> None:
     lengths = np.random.default_rng(1).integers(1, 5000, 100)
     scenario = Scenario(lengths, COST_1_5B, 3, 4, max_tokens=6000, microbatch_cost=0.05, speeds=speeds, seed=2)

@@ -51,7 +51,7 @@ def test_many_samples_reach_the_bound_of_all_costs_over_all_speeds(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["lb-mini", "lb-mini-equal"])
-@settings(deadline=None, max_examples=24)
+@settings(deadline=None, max_examples=16)
 @given(lengths=LENGTHS, speeds=st.permutations([0.5, 1.0, 1.0, 1.7]), microbatch_cost=st.sampled_from([0.0, 100.0]))
 def test_relabelling_speeds_with_ranks_changes_nothing(
     name: str, lengths: list[int], speeds: list[float], microbatch_cost: float
@@ -155,7 +155,7 @@ def test_peak_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", ["lb-mini", "lb-mini-equal"])
-@settings(deadline=None, max_examples=32)
+@settings(deadline=None, max_examples=16)
 @given(
     lengths=LENGTHS,
     world_size=st.integers(1, 5),
@@ -192,7 +192,7 @@ def test_knowing_the_cost_of_a_microbatch_helps() -> None:
     assert plans[1].makespan("odc") <= ignoring.makespan("odc")
     rng = np.random.default_rng(0)
     gains = []
-    for _ in range(20):
+    for _ in range(8):
         row = np.clip(rng.lognormal(4.5, 1.2, 64), 1, LIMIT).astype(int)
         ignoring, knowing = (
             get_policy("lb-mini").plan(row, world_size=4, max_tokens=LIMIT, cost=cost, microbatch_cost=fixed)

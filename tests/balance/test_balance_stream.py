@@ -31,6 +31,11 @@ GROUPINGS: dict[str, dict[str, Any]] = {
 KINDS = [*itertools.product(GROUPINGS, ALIGNS), ("token-budget", "steps")]
 
 
+def kind_id(value: Any) -> str | None:
+    """What a test is called by, of its grouping and alignment."""
+    return "-".join(value) if isinstance(value, tuple) else None
+
+
 class Indices:
     """Sample i is i. With indices."""
 
@@ -93,7 +98,7 @@ def samples_of(ranks: list[Any]) -> list[int]:
 # Every sample once, whoever has it.
 
 
-@pytest.mark.parametrize(("dataset", "kind"), some_of([Indices, Sequence], KINDS))
+@pytest.mark.parametrize(("dataset", "kind"), some_of([Indices, Sequence], KINDS), ids=kind_id)
 def test_every_sample_once_on_ranks_that_do_not_divide_it(dataset: Any, kind: tuple[str, str]) -> None:
     grouping, align = kind
 
@@ -158,6 +163,7 @@ def test_no_pool_is_too_small_and_no_data_set_too_short(case: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("dataset", "kind"),
     some_of([Indices, Sequence], [("token-budget", "dgap"), ("pack", "minibatch"), ("pool-sort", "none")]),
+    ids=kind_id,
 )
 def test_workers_change_nothing(dataset: Any, kind: tuple[str, str]) -> None:
     grouping, align = kind

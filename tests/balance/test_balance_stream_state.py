@@ -13,7 +13,7 @@ import pytest
 import torch
 from kernel_cases import some_of
 from stream_ranks import run_streams
-from test_balance_stream import KINDS, Indices, InTurns, Sequence, make_loader, summary
+from test_balance_stream import KINDS, Indices, InTurns, Sequence, kind_id, make_loader, summary
 
 from odc.balance import LinearCost, StreamLoader
 
@@ -28,7 +28,7 @@ def with_states(loader: StreamLoader[int, Any]) -> tuple[list[Any], list[str]]:
     return found, [*states, json.dumps(loader.state_dict())]
 
 
-@pytest.mark.parametrize(("dataset", "kind"), some_of([Indices, Sequence], KINDS))
+@pytest.mark.parametrize(("dataset", "kind"), some_of([Indices, Sequence], KINDS), ids=kind_id)
 def test_it_goes_on_after_any_minibatch(dataset: Any, kind: tuple[str, str]) -> None:
     grouping, align = kind
 
