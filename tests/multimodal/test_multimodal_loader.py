@@ -86,7 +86,7 @@ def test_every_sample_comes_once_and_states_resume(kind: str) -> None:
         assert sum(losses) > 0
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_workers_serve_several_epochs(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are forks of this thread, not of the one that prepares minibatches: with that they would end, and in a fork
     of it what this thread has is torn down."""

@@ -189,7 +189,7 @@ def train(rank: int, world_size: int, comm: Any, move: str, frozen: Sequence[str
     ("world_size", "comm", "move", "frozen", "num_replicas"),
     [
         (2, "odc", "on demand", (), 1),
-        (3, "odc", "on demand", ("audio",), 1),
+        pytest.param(3, "odc", "on demand", ("audio",), 1, marks=pytest.mark.extended),
         pytest.param(4, "odc", "on demand", (), 2, marks=pytest.mark.extended),
         pytest.param(2, "odc", "in step", (), 1, marks=pytest.mark.extended),
         (2, "collective", "in step", ("audio",), 1),
