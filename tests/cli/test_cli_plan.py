@@ -148,7 +148,11 @@ def test_rollouts_stay_as_far_as_the_policy_can() -> None:
 
 def test_pictures(tmp_path: Path) -> None:
     for command, name in (("plan", "plan.png"), ("simulate", "studies.svg")):
-        extra = [*SMALL, "--minibatches", "2"] if command == "plan" else ["--samples", "256", "--factor", "devices", "--values", "2,4"]
+        extra = (
+            [*SMALL, "--minibatches", "2"]
+            if command == "plan"
+            else ["--samples", "256", "--factor", "devices", "--values", "2,4"]
+        )
         text = printed(command, "longalign", *extra, "--plot", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 10_000
         assert name in text.replace("\n", "")
