@@ -20,6 +20,7 @@ import pytest
 from tiny_trainers import losses_of, samples
 
 from odc.bench.harness.warm_launch import WarmLauncher, output_of
+from odc.cli.run import rank_options
 
 ROOT = Path(__file__).parents[2]
 RANKS = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -76,7 +77,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Callable[[str
     ("script", "version"),
     [
         ("hf_trainer", "2"),
-        ("trl_sft", "2"),
+        further("trl_sft", "2"),
         further("accelerate_sft", "2"),
         further("accelerate_sft", "1"),
         further("hf_trainer", "1"),
@@ -101,7 +102,7 @@ def assert_logged(text: str, times: int = STEPS) -> None:
 BALANCED = ["--balance", "lb-mini", "--max-tokens", "400"]
 
 
-@pytest.mark.parametrize("script", ["hf_trainer", further("trl_sft")])
+@pytest.mark.parametrize("script", [further("hf_trainer"), "trl_sft"])
 def test_balance_does_not_change_a_scripts_losses(
     tmp_path: Path, plain: Callable[[str], list[float]], warm: Warm, script: str
 ) -> None:
@@ -262,21 +263,30 @@ def test_a_loop_of_ones_own_is_told_that_balance_has_no_effect(tmp_path: Path) -
     assert "odc.trainers.minibatches" in text
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--balance", "lb-nano"], "policy 'lb-nano' is not known"),
-        (["--max-tokens", "5"], "--max-tokens is of --balance and --online: give that, too"),
-        (["--pool-size", "5"], "--pool-size is of --online"),
-        (["--online"], "--online needs --max-tokens"),
-        (["--online", "--balance", "lb-mini"], "--online with --balance lb-mini: give one of them"),
-        (["--late-binding"], "--late-binding is of --balance lb-mini"),
-        (["--late-binding", "--balance", "lb-micro"], "late_binding=True with policy 'lb-micro': expected 'lb-mini'"),
-        (["--late-binding", "--online", "--max-tokens", "5"], "late_binding=True with online=True"),
-        (["--online", "--max-tokens", "0"], "--online: max_tokens=0: expected at least 1"),
-    ],
-)
-def test_bad_options_end_the_run_before_the_script(tmp_path: Path, warm: Warm, options: list[str], named: str) -> None:
+BAD_OPTIONS = [
+    (["--balance", "lb-nano"], "policy 'lb-nano' is not known"),
+    (["--pool-size", "5"], "--pool-size is of --online"),
+    (["--online"], "--online needs --max-tokens"),
+    (["--online", "--balance", "lb-mini"], "--online with --balance lb-mini: give one of them"),
+    (["--late-binding"], "--late-binding is of --balance lb-mini"),
+    (["--late-binding", "--balance", "lb-micro"], "late_binding=True with policy 'lb-micro': expected 'lb-mini'"),
+    (["--late-binding", "--online", "--max-tokens", "5"], "late_binding=True with online=True"),
+    (["--online", "--max-tokens", "0"], "--online: max_tokens=0: expected at least 1"),
+]
+
+
+@pytest.mark.parametrize(("options", "named"), BAD_OPTIONS)
+def test_bad_options_end_the_run_before_a_rank_is_started(
+    tmp_path: Path, options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").touch()
+    with pytest.raises(SystemExit):
+        rank_options([*options, str(tmp_path / "script.py")])
+    assert named in capsys.readouterr().err
+
+
+def test_a_rank_refuses_bad_options_before_the_script(tmp_path: Path, warm: Warm) -> None:
+    options, named = BAD_OPTIONS[0]
     (tmp_path / "script.py").write_text("raise AssertionError('the script ran')")
     text = warm([*options, "script.py"], tmp_path, with_odc=True, code=1)
     assert named in text

@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from accelerate.utils import DataLoaderConfiguration
+from kernel_cases import some_of
 from tiny_trainers import Recorder, hf_trainer, losses, losses_of, model, options, pad, samples, samples_in, tokenizer
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback
@@ -72,7 +73,7 @@ def test_an_epoch_has_every_sample_once_and_as_many_steps_as_before(tmp_path: Pa
     assert trainer.state.epoch == 2.0
 
 
-@pytest.mark.parametrize("kind", ["indexed", "iterable", "datasets"])
+@pytest.mark.parametrize("kind", ["indexed", pytest.param("iterable", marks=pytest.mark.extended), "datasets"])
 def test_training_resumes_where_it_was(tmp_path: Path, kind: str, recwarn: pytest.WarningsRecorder) -> None:
     """With an evaluation in between, which gets batches as they are."""
     dataset = {"indexed": None, "iterable": Stream(), "datasets": as_stream(3)}[kind]
@@ -139,7 +140,7 @@ def test_an_epoch_that_was_stopped_early_is_gone_through_again(
         assert ("was left in another epoch than its number of steps tells" in caplog.text) == (number > 3)
 
 
-@pytest.mark.parametrize("strategy", ["group_by_length", "random"])
+@pytest.mark.parametrize("strategy", ["group_by_length", pytest.param("random", marks=pytest.mark.extended)])
 def test_orders_of_random_states_are_those_of_their_epoch(tmp_path: Path, strategy: str) -> None:
     more: dict[str, Any] = {
         "train_sampling_strategy": strategy,
@@ -335,10 +336,9 @@ def shared(dataset: Any, rank: int, **changed: Any) -> Any:
     return prepare_data_loader(loader, num_processes=2, process_index=rank, put_on_device=True, **changed)
 
 
-@pytest.mark.parametrize("dispatches", [True, False])
-@pytest.mark.parametrize("num_shards", [None, 1, 2, 5])
+@pytest.mark.parametrize(("dispatches", "num_shards"), some_of([True, False], [None, 1, 2, 5]))
 def test_ranks_share_an_iterable_however_accelerate_would_have_dealt_it_out(
-    num_shards: int | None, dispatches: bool
+    dispatches: bool, num_shards: int | None
 ) -> None:
     found: list[int] = []
     for rank in (0, 1):
