@@ -22,7 +22,7 @@ from odc.minibatch.runtime import Runtime
 RESULTS = Path(odc.bench.__file__).parent / "results"
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_each_kind_takes_time_and_parts_are_their_differences(keep: bool) -> None:
     progress: list[float] = []
     ranks = run_ranks(2, measure_rank, Settings(2, 1, 2, keep), on_progress=progress.append)

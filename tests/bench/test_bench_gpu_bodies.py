@@ -69,6 +69,7 @@ def test_items_see_a_lost_order() -> None:
         protocol.check_items(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
 
 
+@pytest.mark.extended
 def test_a_stream_of_the_fake_that_waits_for_ever_is_no_finding_about_items() -> None:
     expected = r"FakeDeviceError: a stream of the fake has failed: the fake's stream '\w+' waits for \d+ in the word at"
     with pytest.raises(CheckFailedError, match=expected):
@@ -81,12 +82,15 @@ def test_soak() -> None:
     assert report.figures.startswith("3 clients, 8 minibatches")
 
 
+@pytest.mark.extended
 def test_soak_sees_a_lost_push() -> None:
     with pytest.raises(CheckFailedError, match="daemon: .* elements of sums"):
         protocol.check_soak(replace(STREAMS, prepare=f"{HERE}:lose_a_push"))
 
 
-@pytest.mark.parametrize("setting", [STREAMS, WITHIN], ids=lambda setting: str(setting.transport))
+@pytest.mark.parametrize(
+    "setting", [STREAMS, pytest.param(WITHIN, marks=pytest.mark.extended)], ids=lambda setting: str(setting.transport)
+)
 def test_transport(setting: Setting) -> None:
     report = transport.check(replace(setting, worlds=(3,)))
     assert report.data["3 ranks"]["parts"] == [part.__name__ for part in transport.PARTS]
@@ -123,7 +127,7 @@ def launches_alone_and_in_a_minibatch(rank: Rank, mode: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("mode", uneven.MODES)
+@pytest.mark.parametrize("mode", ["daemon", pytest.param("direct", marks=pytest.mark.extended)])
 def test_a_minibatch_is_compared_with_as_many_launches(mode: str) -> None:
     """Ranks that share a GPU take turns on it: launches that only one of the two has would be taken for waiting."""
     for counts in run_ranks(STREAMS, 2, launches_alone_and_in_a_minibatch, mode):
@@ -131,6 +135,7 @@ def test_a_minibatch_is_compared_with_as_many_launches(mode: str) -> None:
         assert len(set(counts)) == 1, counts
 
 
+@pytest.mark.extended
 def test_ranks_in_lockstep_exceed_the_limits() -> None:
     plan = uneven.Plan("one rank 10x slower", (2, 2), (0.02, 0.002))
     row = uneven.measure_plan(replace(STREAMS, prepare=f"{HERE}:be_in_lockstep"), plan, "direct", 2)

@@ -279,6 +279,7 @@ def sleep_on(rank: Rank) -> None:
     time.sleep(600)
 
 
+@pytest.mark.extended
 def test_ranks_have_a_limit() -> None:
     with pytest.raises(CheckFailedError, match=r"ranks \[0, 1\] had not ended after 3 s"):
         run_ranks(WITHIN, 2, sleep_on, limit_s=3)

@@ -195,7 +195,7 @@ def break_a_push(me: Rank, dtype: str) -> list[dict[str, Any]]:
     return primitives.measure_size(me, 1 << 12, 1, dtype=primitives.DTYPES[dtype])
 
 
-@pytest.mark.parametrize("transport", ["shm", "fake_cuda_streams"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("fake_cuda_streams", marks=pytest.mark.extended)])
 def test_a_wrong_element_is_counted(transport: str) -> None:
     place = Place()
     if transport != "shm":

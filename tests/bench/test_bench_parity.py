@@ -72,6 +72,7 @@ def test_a_wrong_gradient_is_found() -> None:
     assert "gradients (0, " in outcome.reason
 
 
+@pytest.mark.extended  # outcomes are judged without ranks below
 def test_an_error_fails_its_case_only() -> None:
     outcomes = run_cases({3: PLAIN, 5: replace(PLAIN, units="2")}, prepare=raise_in_third_minibatch)
     assert [(o.number, o.status) for o in outcomes] == [(3, "crash"), (5, "equal")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 import json
 import os
@@ -12,18 +11,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from odc.balance import QuadraticCost
 from odc.balance.costs import evaluate
-from odc.balance.partition.differencing import largest_differencing
 from odc.bench.harness.benchmark import Run
 from odc.bench.planning import tables
 from odc.bench.planning.paper_costs import paper_cost
@@ -236,26 +232,6 @@ def members(group: int) -> list[int]:
     return found
 
 
-def makespan(costs: np.ndarray, parts: list[list[int]]) -> float:
-    return max(float(costs[part].sum()) for part in parts)
-
-
-@settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 10_000), n=st.integers(1, 60), k=st.integers(1, 12))
-def test_the_textbook_form_makes_the_same_partitions(seed: int, n: int, k: int) -> None:
-    costs = np.random.default_rng(seed).lognormal(0.0, 1.0, n)
-    parts = textbook_karmarkar_karp(costs.tolist(), k)
-    assert len(parts) == k
-    assert sorted(itertools.chain(*parts)) == list(range(n))
-    ours = largest_differencing(costs, k, equal_size=False)
-    assert makespan(costs, parts) == pytest.approx(makespan(costs, ours), rel=1e-9)
-
-
-def test_the_textbook_example() -> None:
-    parts = textbook_karmarkar_karp([8.0, 7.0, 6.0, 5.0, 4.0], 2)
-    assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
-
-
 def brute_force(costs: np.ndarray, k: int, *, equal_size: bool) -> float:
     best = float("inf")
     for owners in itertools.product(range(k), repeat=costs.size):
@@ -268,27 +244,11 @@ def brute_force(costs: np.ndarray, k: int, *, equal_size: bool) -> float:
     return best
 
 
-def textbook_karmarkar_karp(costs: Sequence[float], k: int) -> list[list[int]]:
-    """The largest differencing method as textbooks have it: a heap of tuples of ``k`` (load, items) each."""
-    heap = []
-    for serial, cost in enumerate(costs):
-        parts: list[tuple[float, list[int]]] = [(cost, [serial])] + [(0.0, []) for _ in range(k - 1)]
-        heap.append((-cost, serial, parts))
-    heapq.heapify(heap)
-    for serial in range(len(costs), 2 * len(costs) - 1):
-        _, _, a = heapq.heappop(heap)
-        _, _, b = heapq.heappop(heap)
-        merged = [(x + y, p + q) for (x, p), (y, q) in zip(a, reversed(b), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
-    return [items for _, items in heap[0][2]]
-
-
 @pytest.mark.parametrize("equal_size", [False, True])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_the_optimum_is_that_of_brute_force(k: int, equal_size: bool) -> None:
     rng = np.random.default_rng(k)
-    for n in range(1, 8):
+    for n in range(1, 7):
         if equal_size and n % k:
             continue
         for costs in (rng.lognormal(0.0, 1.0, n), rng.integers(0, 6, n).astype(float)):
