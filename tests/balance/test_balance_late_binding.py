@@ -668,7 +668,7 @@ def test_nothing_is_told_of_what_a_microbatch_takes_by_equal_ones(monkeypatch: p
 def test_a_cost_of_microbatches_that_nobody_told_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of an average microbatch, all ranks alike: plans that count with it have fewer and fuller ones."""
     ranks = Ranks(monkeypatch, 8)
-    first = plans_of("swesmith", 24, microbatch_cost=0.0)
+    first = plans_of("swesmith", 16, microbatch_cost=0.0)
     mean = sum(plan.costs.sum() for plan in first) / sum(sum(plan.num_microbatches) for plan in first)
     for number, plan in enumerate(first):
         learned, *_ = [shares.estimates.plan_with(0, number) for shares in ranks.shares]
