@@ -135,7 +135,7 @@ class AutomaticPatching(Listener):
             session.abort(error)
 
     def close(self) -> None:
-        """Give every model back to plain FSDP, also if one cannot be closed. Idempotent, never waits."""
+        """Give every model back to plain FSDP, also if one cannot be closed. A second call does nothing."""
         with contextlib.ExitStack() as stack:
             for session in self.sessions:
                 stack.callback(session.close)

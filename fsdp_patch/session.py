@@ -521,7 +521,10 @@ class Session:
         self._runtime.abort(error)
 
     def close(self) -> None:
-        """Return the model to plain FSDP and free all resources. Local and idempotent; never waits.
+        """Return the model to plain FSDP and free all resources. A second call does nothing.
+
+        Not collective: the other ranks need not call it at the same time. It waits at most two seconds for
+        them, and on a GPU until the device has done its work.
 
         Warns if this drops gradients that this rank has sent and no step has used.
         """
