@@ -259,13 +259,13 @@ def _about_orders(found: ByOrder, chosen: Simulation) -> str:
     grouped, packed = found["grouped"], found["packed"].best("collective")
     assert packed is not None
     best = [each for comm in COMM_NAMES if (each := grouped.best(comm)) is not None]
-    text = f" Steps of like lengths (group_by_length) would bring less than {NOT_WORTH_IT:.0%} more."
+    text = f" Steps of similar lengths (group_by_length) would bring less than {NOT_WORTH_IT:.0%} more."
     if max(each.speedup(chosen) for each in best) >= 1 + NOT_WORTH_IT:
         speedups = [f"{COMM_NAMES[each.comm]} with {each.policy} {each.speedup(chosen):.2f}x" for each in best]
         text = (
-            f" If steps of like lengths are no problem for your training (group_by_length; they vary by "
+            f" If your training allows steps of similar lengths (group_by_length; they vary by "
             f"{grouped.variation:.0%} of their mean, not {found['shuffled'].variation:.0%}): {', '.join(speedups)} as "
-            "fast as that."
+            "fast as this plan."
         )
     num_samples = packed.num_samples / packed.makespans.size
     return f"{text} FSDP with TRL's packing ({num_samples:.0f} samples a step): {packed.speedup(chosen):.2f}x."

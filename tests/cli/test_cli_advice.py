@@ -56,7 +56,7 @@ def test_somebody_who_may_reorder_and_one_who_may_not() -> None:
     fsdp = max(rate for (_, comm), rate in grouped.items() if comm == "collective")
     text = found["recommendation"]
     assert text.startswith("With samples shuffled, use ODC with lb-mini: 1.")
-    assert "If steps of like lengths are no problem for your training (group_by_length; " in text
+    assert "If your training allows steps of similar lengths (group_by_length; " in text
     assert f"FSDP with lb-micro-global {fsdp / shuffled:.2f}x, ODC with lb-mini " in text
     packed = rates["packed"]["bfd", "collective"]
     assert f" samples a step): {packed / shuffled:.2f}x" in text
@@ -71,7 +71,7 @@ def test_somebody_who_may_reorder_and_one_who_may_not() -> None:
 def test_orders_of_few_policies_and_equal_lengths(policies: list[str], tmp_path: Path) -> None:
     text = advice(saved(tmp_path / "a.npy", [1000] * 2048), *policies)
     assert text.startswith("With samples shuffled, ")
-    assert "Steps of like lengths (group_by_length) would bring less than 2% more." in text
+    assert "Steps of similar lengths (group_by_length) would bring less than 2% more." in text
 
 
 def test_few_minibatches_are_called_rough() -> None:
