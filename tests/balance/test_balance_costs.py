@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ TINY = {
     "intermediate_size": 16,
     "vocab_size": 32,
 }
+BAD = (-1.0, float("nan"), float("inf"))
 
 
 def test_linear_and_quadratic_values() -> None:
@@ -92,16 +96,6 @@ def test_a_window_that_no_sample_reaches_costs_nothing_less() -> None:
     assert narrow([100])[0] < full([100])[0]
 
 
-def test_bad_groups() -> None:
-    with pytest.raises(ValueError, match="groups is empty"):
-        TransformerCost(())
-    with pytest.raises(ValueError, match="flops_per_token and flops_per_pair must not be 0"):
-        TransformerCost((LayerGroup(1, 0.0),))
-    for bad in ({"num_layers": 0}, {"flops_per_token": -1.0}, {"flops_per_pair": float("nan")}, {"window": 0}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            LayerGroup(**{"num_layers": 1, "flops_per_token": 1.0, **bad})  # type: ignore[arg-type]
-
-
 def test_transformer_config_forms() -> None:
     cost = TransformerCost.from_config(TINY)
     assert TransformerCost.from_config(SimpleNamespace(**TINY, head_dim=None)) == cost
@@ -130,17 +124,27 @@ def test_bad_configs(change: dict[str, object], message: str) -> None:
         TransformerCost.from_config({**TINY, **change})
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_bad_coefficients(value: float) -> None:
-    with pytest.raises(ValueError, match="b="):
-        LinearCost(value)
-    with pytest.raises(ValueError, match="a="):
-        QuadraticCost(value, 1.0)
+def group(**sizes: Any) -> LayerGroup:
+    return LayerGroup(**{"num_layers": 1, "flops_per_token": 1.0, **sizes})
 
 
-def test_all_zero_coefficients() -> None:
-    with pytest.raises(ValueError, match="a and b must not be 0"):
-        QuadraticCost(0.0, 0.0)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TransformerCost(()), "groups is empty"),
+        (lambda: TransformerCost((LayerGroup(1, 0.0),)), "flops_per_token and flops_per_pair must not be 0"),
+        (lambda: group(num_layers=0), "num_layers"),
+        (lambda: group(flops_per_token=-1.0), "flops_per_token"),
+        (lambda: group(flops_per_pair=float("nan")), "flops_per_pair"),
+        (lambda: group(window=0), "window"),
+        *((partial(LinearCost, bad), "b=") for bad in BAD),
+        *((partial(QuadraticCost, bad, 1.0), "a=") for bad in BAD),
+        (lambda: QuadraticCost(0.0, 0.0), "a and b must not be 0"),
+    ],
+)
+def test_bad_groups_and_coefficients(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def imports_of(path: Path) -> set[str]:
