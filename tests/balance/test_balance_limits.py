@@ -72,6 +72,9 @@ def plan(lengths: Any, name: str = "lb-mini", **options: Any) -> Plan:
         (lambda: study(SCENARIO, "packing_ratio", [float("inf")]), "packing_ratio=inf: expected at most"),
         (lambda: study(SCENARIO, "devices", [float("nan")]), "devices=nan: expected an integer"),
         (lambda: study(SCENARIO, "devices", [float("inf")]), "devices=inf: expected an integer"),
+        (lambda: as_lengths([2**53, 1]), "9007199254740993"),
+        (lambda: as_lengths(np.full(2048, 2**53)), "add up to"),  # the sum of int64 is 0
+        (lambda: as_costs([0.6e140, 0.6e140]), "add up to"),
         (lambda: study(SCENARIO, "slowdown", [1e100]), "speeds.7. is 1e-100"),
     ],
 )
@@ -120,12 +123,6 @@ def test_the_limits_themselves() -> None:
     assert as_costs([1e-140, 0.0, 0.9e140]).size == 3
     assert as_cost(1e140, "c") == 1e140
     assert as_speeds([1e-9, 1.0], 2).size == as_speeds([1.0, 1e9], 2).size == 2
-    with pytest.raises(ValueError, match="9007199254740993"):
-        as_lengths([2**53, 1])
-    with pytest.raises(ValueError, match="add up to"):
-        as_lengths(np.full(2048, 2**53))  # the sum of int64 is 0
-    with pytest.raises(ValueError, match="add up to"):
-        as_costs([0.6e140, 0.6e140])
 
 
 def test_seeds_may_be_of_any_size() -> None:
