@@ -126,13 +126,14 @@ def test_labels_that_disagree_with_the_counts_are_an_error() -> None:
 
 def test_pack_collate_by_hand() -> None:
     batch = pack_collate([{"input_ids": [5, 6, 7]}, {"input_ids": torch.tensor([8, 9]), "labels": [1, -100]}])
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
-    assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
-    assert batch["cu_seqlens"].tolist() == [0, 3, 5]
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[5, 6, 7, 8, 9]],
+        "labels": [[-100, 6, 7, -100, -100]],
+        "position_ids": [[0, 1, 2, 0, 1]],
+        "cu_seqlens": [0, 3, 5],
+    }
     dtypes = {name: tensor.dtype for name, tensor in batch.items()}
-    assert dtypes.pop("cu_seqlens") == torch.int32
-    assert set(dtypes.values()) == {torch.int64}
+    assert dtypes == {**dict.fromkeys(batch, torch.int64), "cu_seqlens": torch.int32}
 
 
 def test_packing_does_not_leak_between_samples_nor_change_them() -> None:
@@ -146,9 +147,8 @@ def test_packing_does_not_leak_between_samples_nor_change_them() -> None:
 
 
 def test_count_loss_tokens() -> None:
-    assert count_loss_tokens([3, 4, -100, 5]) == 2
-    assert count_loss_tokens(torch.tensor([3])) == 0
-    assert count_loss_tokens(np.array([[1, 2, 3], [1, -100, 3]])) == 3
+    labels = ([3, 4, -100, 5], torch.tensor([3]), np.array([[1, 2, 3], [1, -100, 3]]))
+    assert [count_loss_tokens(of_one) for of_one in labels] == [2, 0, 3]
     dataset = make_dataset(9, prompts=True)
     counts = [count_loss_tokens(sample["labels"]) for sample in dataset]
     assert count_loss_tokens(pack_collate(dataset)["labels"]) == sum(counts) > 0
@@ -184,9 +184,12 @@ def test_bad_samples(sample: Sample, message: str) -> None:
 def test_padding_behind_a_sample_is_taken_off() -> None:
     padded = {"input_ids": [5, 6, 0], "labels": [5, 6, -100], "attention_mask": [1, 1, 0], "position_ids": [0, 1, 1]}
     batch = pack_collate([padded, {"input_ids": [8, 9]}])
-    assert batch["input_ids"].tolist() == [[5, 6, 8, 9]]
-    assert batch["labels"].tolist() == [[-100, 6, -100, 9]]
-    assert batch["position_ids"].tolist() == [[0, 1, 0, 1]]
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[5, 6, 8, 9]],
+        "labels": [[-100, 6, -100, 9]],
+        "position_ids": [[0, 1, 0, 1]],
+        "cu_seqlens": [0, 2, 4],
+    }
 
 
 # The token limit.
