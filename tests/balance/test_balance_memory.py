@@ -153,12 +153,17 @@ def test_max_tokens_is_the_largest_that_fits(logits: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"dtype_bytes": 0}, "dtype_bytes=0"), ({"logits": "none"}, "logits='none'"), ({"chunk_tokens": 0}, "chunk_to")],
+    ("kind", "options", "message"),
+    [
+        (ActivationMemory, {"dtype_bytes": 0}, "dtype_bytes=0"),
+        (ActivationMemory, {"logits": "none"}, "logits='none'"),
+        (ActivationMemory, {"chunk_tokens": 0}, "chunk_to"),
+        (ShardedState, {"world_size": 0}, "world_size=0"),
+    ],
 )
-def test_bad_options(options: dict[str, Any], message: str) -> None:
+def test_bad_options(kind: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ActivationMemory.from_config(TINY, **options)
+        kind.from_config(TINY, **options)
 
 
 def test_sharded_state_counts_the_tensors_of_fsdp() -> None:
@@ -184,8 +189,3 @@ def test_sharded_state_takes_the_largest_layers() -> None:
     more_ranks = ShardedState.from_config(config, 8)
     assert more_ranks.unsharded_bytes == two.unsharded_bytes
     assert more_ranks.sharded_bytes == pytest.approx(two.sharded_bytes / 2, abs=16)
-
-
-def test_bad_world_size() -> None:
-    with pytest.raises(ValueError, match="world_size=0"):
-        ShardedState.from_config(TINY, 0)
