@@ -30,16 +30,11 @@ def of(samples: ModalitySamples, name: str) -> np.ndarray:
 
 def test_draws_are_pinned_and_differ_by_seed() -> None:
     few = sample_modalities(6, seed=1)
-    assert few.source.tolist() == PINNED["source"]
-    assert few.text.tolist() == PINNED["text"]
-    assert few.long_side.tolist() == PINNED["long_side"]
-    assert few.short_side.tolist() == PINNED["short_side"]
-    assert few.seconds.round(6).tolist() == PINNED["seconds"]
+    assert {name: getattr(few, name).round(6).tolist() for name in PINNED} == PINNED
     assert sample_modalities(6, seed=2).text.tolist() != PINNED["text"]
-    with pytest.raises(ValueError, match="num_samples"):
-        sample_modalities(0)
-    with pytest.raises(ValueError, match="seed"):
-        sample_modalities(1, seed=-1)
+    for arguments, name in (((0, 0), "num_samples"), ((1, -1), "seed")):
+        with pytest.raises(ValueError, match=name):
+            sample_modalities(*arguments)
 
 
 def test_shares_are_those_of_the_data_sets(samples: ModalitySamples) -> None:
