@@ -63,11 +63,12 @@ def test_lower_bound_is_one(values: list[int], limit: int) -> None:
     assert -(-sum(values) // limit) <= bound <= fewest(values, limit)
 
 
-def test_lower_bound_sees_samples_that_cannot_share() -> None:
-    assert min_microbatches(np.full(10, 51), 100) == 10
-    assert min_microbatches(np.array([60] * 4 + [45] * 4), 100) == 6  # the sum alone says 5
-    assert min_microbatches(np.array([60] * 4 + [40] * 4), 100) == 4
-    assert min_microbatches(np.zeros(0, dtype=np.int64), 100) == 0
+@pytest.mark.parametrize(
+    ("lengths", "bound"),
+    [([51] * 10, 10), ([60] * 4 + [45] * 4, 6), ([60] * 4 + [40] * 4, 4), ([], 0)],  # of the second the sum says 5
+)
+def test_lower_bound_sees_samples_that_cannot_share(lengths: list[int], bound: int) -> None:
+    assert min_microbatches(np.array(lengths, dtype=np.int64), 100) == bound
 
 
 def squares(lengths: np.ndarray) -> np.ndarray:
