@@ -6,6 +6,7 @@ import functools
 import itertools
 import tracemalloc
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -265,20 +266,6 @@ def test_equal_speeds_are_no_speeds() -> None:
     assert karmarkar_karp(costs, 4, speeds=[3.0] * 4) == karmarkar_karp(costs, 4)
 
 
-@pytest.mark.parametrize(
-    ("speeds", "message"),
-    [
-        ([1.0], "speeds has 1 entries: expected one for each of the 2 devices"),
-        ([1.0, 0.0], r"speeds\[1\] is 0: expected more than 0"),
-        ([1.0, -1.0], r"speeds\[1\] is -1.0"),
-        ([1.0, float("nan")], r"speeds\[1\] is nan"),
-    ],
-)
-def test_bad_speeds(speeds: list[float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        karmarkar_karp([1.0, 2.0], 2, speeds=speeds)
-
-
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(2, 5))
 def test_scaling_costs_by_a_power_of_two_changes_nothing(costs: list[int], k: int) -> None:
@@ -297,28 +284,26 @@ def test_the_argument_is_left_alone() -> None:
     np.testing.assert_array_equal(costs, [3.0, 1.0, 2.0, 2.0])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
-def test_bad_costs(bad: float) -> None:
-    with pytest.raises(ValueError, match=r"costs\[1\] is .*: expected a finite number of at least 0"):
-        karmarkar_karp([1.0, bad], 2)
-
-
-@pytest.mark.parametrize("k", [0, -3, 2.0, True])
-def test_bad_k(k: int) -> None:
-    with pytest.raises(ValueError, match=f"k={k}: expected an integer of at least 1"):
-        karmarkar_karp([1.0, 2.0], k)
-
-
-def test_bad_shapes() -> None:
-    with pytest.raises(ValueError, match="one dimension"):
-        karmarkar_karp([[1.0, 2.0]], 1)
-    with pytest.raises(ValueError, match="cannot be read"):
-        karmarkar_karp(["much"], 1)
-
-
-def test_equal_size_needs_a_multiple() -> None:
-    with pytest.raises(ValueError, match=r"5 items .* k=2 .* multiple of 2; drop 1 items, add 1"):
-        karmarkar_karp([1.0] * 5, 2, equal_size=True)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"speeds": [1.0]}, "speeds has 1 entries: expected one for each of the 2 devices"),
+        ({"speeds": [1.0, 0.0]}, r"speeds\[1\] is 0: expected more than 0"),
+        ({"speeds": [1.0, -1.0]}, r"speeds\[1\] is -1.0"),
+        ({"speeds": [1.0, float("nan")]}, r"speeds\[1\] is nan"),
+        *(
+            ({"costs": [1.0, bad]}, r"costs\[1\] is .*: expected a finite number of at least 0")
+            for bad in (float("nan"), float("inf"), -1.0)
+        ),
+        *(({"k": bad}, f"k={bad}: expected an integer of at least 1") for bad in (0, -3, 2.0, True)),
+        ({"costs": [[1.0, 2.0]], "k": 1}, "one dimension"),
+        ({"costs": ["much"], "k": 1}, "cannot be read"),
+        ({"costs": [1.0] * 5, "equal_size": True}, r"5 items .* k=2 .* multiple of 2; drop 1 items, add 1"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        karmarkar_karp(**{"costs": [1.0, 2.0], "k": 2, **arguments})
 
 
 @pytest.mark.parametrize(("n", "k"), [(8, 2), (7, 3), (6, 4)])
