@@ -21,11 +21,9 @@ def make(microbatches: list[list[list[int]]], costs: list[float], max_tokens: in
 
 def test_equation_1_by_hand() -> None:
     plan = make([[[0], [1]], [[2], [3]]], [4.0, 1.0, 2.0, 5.0])
-    assert plan.makespan("collective") == 4.0 + 5.0
-    assert plan.makespan("odc") == 2.0 + 5.0
-    assert plan.makespan() == plan.makespan("odc")
-    assert plan.bubble_rate("collective") == pytest.approx(1 - 12 / (2 * 9))
-    assert plan.bubble_rate("odc") == pytest.approx(1 - 12 / (2 * 7))
+    assert (plan.makespan("collective"), plan.makespan("odc"), plan.makespan()) == (4.0 + 5.0, 2.0 + 5.0, 2.0 + 5.0)
+    rates = plan.bubble_rate("collective"), plan.bubble_rate("odc")
+    assert rates == pytest.approx((1 - 12 / (2 * 9), 1 - 12 / (2 * 7)))
 
 
 def test_cost_of_a_microbatch_is_the_sum_of_its_samples() -> None:
