@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -154,30 +156,20 @@ def test_a_sample_longer_than_the_limit(name: str) -> None:
         make(name, [5, 1001, 7], 2)
 
 
-@pytest.mark.parametrize("change", [{"world_size": 0}, {"max_tokens": 0}])
-def test_bad_arguments(change: dict[str, int]) -> None:
-    arguments = {"world_size": 2, "max_tokens": LIMIT, **change}
-    (name,) = change
-    with pytest.raises(ValueError, match=f"{name}=0"):
-        get_policy("lb-mini").plan([1, 2], cost=COST, **arguments)
-
-
-@pytest.mark.parametrize("lengths", [[0, 1], [-3], [1.5], [[1]]])
-def test_bad_lengths(lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match="lengths"):
-        make("lb-mini", lengths, 2)
-
-
-def test_a_cost_model_that_misbehaves() -> None:
-    def scalar(lengths: object, /) -> np.ndarray:
-        return np.ones(1)
-
-    def negative(lengths: object, /) -> np.ndarray:
-        return -np.ones(2)
-
-    for cost, message in ((scalar, "1 costs for 2 lengths"), (negative, "at least 0")):
-        with pytest.raises(ValueError, match=message):
-            get_policy("lb-mini").plan([1, 2], world_size=1, max_tokens=5, cost=cost)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world_size": 0}, "world_size=0"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        *(({"lengths": lengths}, "lengths") for lengths in ([0, 1], [-3], [1.5], [[1]])),
+        ({"cost": lambda lengths: np.ones(1)}, "1 costs for 2 lengths"),
+        ({"cost": lambda lengths: -np.ones(2)}, "at least 0"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    arguments = {"lengths": [1, 2], "world_size": 2, "max_tokens": LIMIT, "cost": COST, **change}
+    with pytest.raises(ValueError, match=message):
+        get_policy("lb-mini").plan(**arguments)
 
 
 def test_the_cost_model_decides() -> None:
