@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,36 +109,46 @@ def test_windows_agree_with_layer_types(model_type: str, options: dict[str, Any]
         assert [layer.window for layer in TransformerShape.from_config(given).layers] == windows
 
 
-def test_windows_without_layer_types() -> None:
-    def windows(**options: object) -> list[int | None]:
-        return [layer.window for layer in TransformerShape.from_config({**TINY, **options}).layers]
-
-    assert windows(model_type="mistral", sliding_window=8) == [8] * 4
-    assert windows(model_type="mixtral", sliding_window=None) == [None] * 4
-    assert windows(model_type="llama", sliding_window=8) == [None] * 4
-    assert windows(model_type="qwen3_moe", **SLIDING, max_window_layers=2) == [8] * 4
-    assert windows(sliding_window=8) == [8] * 4
-    assert windows(sliding_window=8, use_sliding_window=False) == [None] * 4
-    assert windows(sliding_window=8, max_window_layers=3) == [None, None, None, 8]
-    assert windows(sliding_window=8, sliding_window_pattern=2) == [8, None, 8, None]
-    types = ["full_attention", "sliding_attention", "attention", "sliding_attention"]
-    assert windows(model_type="mistral", sliding_window=8, layer_types=types) == [None, 8, None, 8]
+TYPES = ["full_attention", "sliding_attention", "attention", "sliding_attention"]
 
 
-def test_where_experts_are() -> None:
-    def experts(**options: object) -> list[bool]:
-        shape = TransformerShape.from_config({**TINY, **DEEPSEEK_EXPERTS, "first_k_dense_replace": 0, **options})
-        return [isinstance(layer.mlp, MoeMlp) for layer in shape.layers]
+@pytest.mark.parametrize(
+    ("options", "windows"),
+    [
+        ({"model_type": "mistral", "sliding_window": 8}, [8] * 4),
+        ({"model_type": "mixtral", "sliding_window": None}, [None] * 4),
+        ({"model_type": "llama", "sliding_window": 8}, [None] * 4),
+        ({"model_type": "qwen3_moe", **SLIDING, "max_window_layers": 2}, [8] * 4),
+        ({"sliding_window": 8}, [8] * 4),
+        ({"sliding_window": 8, "use_sliding_window": False}, [None] * 4),
+        ({"sliding_window": 8, "max_window_layers": 3}, [None, None, None, 8]),
+        ({"sliding_window": 8, "sliding_window_pattern": 2}, [8, None, 8, None]),
+        ({"model_type": "mistral", "sliding_window": 8, "layer_types": TYPES}, [None, 8, None, 8]),
+    ],
+)
+def test_windows_without_layer_types(options: dict[str, object], windows: list[int | None]) -> None:
+    assert [layer.window for layer in TransformerShape.from_config({**TINY, **options}).layers] == windows
 
-    assert experts() == [True] * 4
-    assert experts(first_k_dense_replace=2) == [False, False, True, True]
-    assert experts(moe_layer_freq=2) == [True, False, True, False]
-    assert experts(moe_layer_freq=[0, 1, 1, 0]) == [False, True, True, False]
-    assert experts(mlp_layer_types=["dense", "sparse", "sparse", "dense"]) == [False, True, True, False]
-    assert experts(n_routed_experts=None) == [False] * 4
-    shape = TransformerShape.from_config({**TINY, **DEEPSEEK_EXPERTS})
-    assert shape.layers[0].mlp == DenseMlp(20)
-    assert shape.layers[1].mlp == MoeMlp(6, 2, DenseMlp(10), shared=DenseMlp(20))
+
+@pytest.mark.parametrize(
+    ("options", "experts"),
+    [
+        ({}, [True] * 4),
+        ({"first_k_dense_replace": 2}, [False, False, True, True]),
+        ({"moe_layer_freq": 2}, [True, False, True, False]),
+        ({"moe_layer_freq": [0, 1, 1, 0]}, [False, True, True, False]),
+        ({"mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}, [False, True, True, False]),
+        ({"n_routed_experts": None}, [False] * 4),
+    ],
+)
+def test_where_experts_are(options: dict[str, object], experts: list[bool]) -> None:
+    shape = TransformerShape.from_config({**TINY, **DEEPSEEK_EXPERTS, "first_k_dense_replace": 0, **options})
+    assert [isinstance(layer.mlp, MoeMlp) for layer in shape.layers] == experts
+
+
+def test_what_experts_are() -> None:
+    dense, sparse, *_ = TransformerShape.from_config({**TINY, **DEEPSEEK_EXPERTS}).layers
+    assert (dense.mlp, sparse.mlp) == (DenseMlp(20), MoeMlp(6, 2, DenseMlp(10), shared=DenseMlp(20)))
 
 
 def test_forms_of_a_config(tmp_path: Path) -> None:
@@ -210,14 +221,22 @@ def test_a_config_that_cannot_be_read() -> None:
         TransformerShape.from_config(Broken(**TINY))
 
 
-def test_shapes_built_by_hand_are_checked() -> None:
-    attention = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8)
-    with pytest.raises(ValueError, match="layers is empty"):
-        TransformerShape(24, 40, attention, ())
-    with pytest.raises(ValueError, match="window=0"):
-        LayerShape(DenseMlp(20), window=0)
-    with pytest.raises(ValueError, match="hidden_size=0"):
-        TransformerShape(0, 40, attention, (LayerShape(DenseMlp(20)),))
+ATTENTION = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TransformerShape(24, 40, ATTENTION, ()), "layers is empty"),
+        (lambda: LayerShape(DenseMlp(20), window=0), "window=0"),
+        (lambda: TransformerShape(0, 40, ATTENTION, (LayerShape(DenseMlp(20)),)), "hidden_size=0"),
+        (lambda: TransformerShape.from_config("qwen2.5-8b"), r"'qwen2.5-8b'; close: .*qwen2.5-7b"),
+        (lambda: preset("#"), "close: qwen2.5-0.5b.*mixtral-8x7b"),
+    ],
+)
+def test_shapes_built_by_hand_and_presets_are_checked(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 # Billions of parameters: the models' own pages on the Hugging Face Hub, as precise as they say.
@@ -262,10 +281,3 @@ def test_presets_have_their_published_sizes() -> None:
 def test_presets_are_copies_and_json() -> None:
     preset("qwen2.5-7b").clear()
     assert json.loads(json.dumps(preset("qwen2.5-7b")))["hidden_size"] == 3584
-
-
-def test_unknown_preset() -> None:
-    with pytest.raises(ValueError, match=r"'qwen2.5-8b'; close: .*qwen2.5-7b"):
-        TransformerShape.from_config("qwen2.5-8b")
-    with pytest.raises(ValueError, match="close: qwen2.5-0.5b.*mixtral-8x7b"):
-        preset("#")
