@@ -369,12 +369,9 @@ def make_simulation(num_samples: int, makespans: list[float], busy: float = 1.0)
 
 def test_simulation_by_hand() -> None:
     fast, slow = make_simulation(12, [1.0, 2.0], busy=4.5), make_simulation(6, [4.0])
-    assert fast.total == 3.0
-    assert fast.bubble_rate == pytest.approx(1 - 4.5 / 6.0)
-    assert fast.samples_per_time == 4.0
-    assert fast.speedup(slow) == pytest.approx(4.0 / 1.5)
-    assert slow.speedup(fast) == pytest.approx(1.5 / 4.0)
-    assert fast.speedup(fast) == 1.0
+    assert (fast.total, fast.bubble_rate, fast.samples_per_time) == pytest.approx((3.0, 1 - 4.5 / 6.0, 4.0))
+    speedups = fast.speedup(slow), slow.speedup(fast), fast.speedup(fast)
+    assert speedups == pytest.approx((4.0 / 1.5, 1.5 / 4.0, 1.0))
     nothing = make_simulation(0, [0.0], busy=0.0)
     assert (nothing.bubble_rate, nothing.samples_per_time) == (0.0, 0.0)
 
@@ -512,7 +509,6 @@ def test_machines_take_numbers_of_any_kind() -> None:
         gather=np.int64(2),  # type: ignore[arg-type]
         num_layers=np.int32(3),  # type: ignore[arg-type]
     )
-    assert machine == plain
-    assert hash(machine) == hash(plain)
+    assert (machine, hash(machine)) == (plain, hash(plain))
     assert machine.speeds == (1.0, 0.5)
     assert {type(speed) for speed in machine.speeds} == {float}
