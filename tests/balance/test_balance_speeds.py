@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -83,36 +85,28 @@ def test_policies_that_make_no_use_of_speeds(name: str) -> None:
     np.testing.assert_allclose(plan.microbatch_times()[1], make(name, [5, 900, 20, 1], 2).microbatch_times()[1] / 4)
 
 
-BAD_SPEEDS = [
-    ([1.0], "speeds has 1 entries: expected one for each of the 2 devices"),
-    ([1.0] * 3, "speeds has 3 entries"),
-    ([1.0, 0.0], r"speeds\[1\] is 0: expected more than 0"),
-    ([-1.0, 1.0], r"speeds\[0\] is -1.0"),
-    ([float("inf"), 1.0], r"speeds\[0\] is inf"),
-]
-BAD_COSTS = [-1.0, float("nan"), float("inf"), True, "1"]
-
-
-@pytest.mark.parametrize(("speeds", "message"), BAD_SPEEDS)
-def test_bad_speeds(speeds: list[float], message: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"speeds": (1.0,)}, "speeds has 1 entries: expected one for each of the 2 devices"),
+        ({"speeds": (1.0,) * 3}, "speeds has 3 entries"),
+        ({"speeds": (1.0, 0.0)}, r"speeds\[1\] is 0: expected more than 0"),
+        ({"speeds": (-1.0, 1.0)}, r"speeds\[0\] is -1.0"),
+        ({"speeds": (float("inf"), 1.0)}, r"speeds\[0\] is inf"),
+        *(
+            ({"microbatch_cost": bad}, "microbatch_cost=.*: expected a finite number of at least 0")
+            for bad in (-1.0, float("nan"), float("inf"), True, "1")
+        ),
+    ],
+)
+def test_bad_speeds_and_microbatch_costs(option: dict[str, Any], message: str) -> None:
     for name in NAMES:
         with pytest.raises(ValueError, match=message):
-            get_policy(name).plan([1, 2], world_size=2, max_tokens=LIMIT, cost=COST, speeds=speeds)
+            get_policy(name).plan([1, 2], world_size=2, max_tokens=LIMIT, cost=COST, **option)
     with pytest.raises(ValueError, match=message):
-        MinibatchSampler([1, 2], minibatch_size=1, world_size=2, policy="lb-mini", cost=COST, speeds=speeds)
+        MinibatchSampler([1, 2], minibatch_size=1, world_size=2, policy="lb-mini", cost=COST, **option)
     with pytest.raises(ValueError, match=message):
-        Plan([[[0]], [[1]]], np.array([1, 2]), np.ones(2), LIMIT, "by-hand", speeds=tuple(speeds))
-
-
-@pytest.mark.parametrize("bad", BAD_COSTS)
-def test_bad_microbatch_cost(bad: float) -> None:
-    for name in NAMES:
-        with pytest.raises(ValueError, match="microbatch_cost=.*: expected a finite number of at least 0"):
-            get_policy(name).plan([1, 2], world_size=2, max_tokens=LIMIT, cost=COST, microbatch_cost=bad)
-    with pytest.raises(ValueError, match="microbatch_cost="):
-        MinibatchSampler([1, 2], minibatch_size=1, world_size=2, policy="none", cost=COST, microbatch_cost=bad)
-    with pytest.raises(ValueError, match="microbatch_cost="):
-        Plan([[[0]], [[1]]], np.array([1, 2]), np.ones(2), LIMIT, "by-hand", microbatch_cost=bad)
+        Plan([[[0]], [[1]]], np.array([1, 2]), np.ones(2), LIMIT, "by-hand", **option)
 
 
 def test_microbatch_cost_and_speeds_by_hand() -> None:
