@@ -149,13 +149,20 @@ def test_how_a_process_of_another_host_has_ended_its_reporter_cannot_know() -> N
     assert judge(trial, replace(found, pids=[7, 8, 9, 10], texts=[*found.texts, ""])).status == "right"
 
 
-def test_a_pause_must_end_in_the_right_numbers() -> None:
-    paused = replace(PLAIN, action="pause")
-    ends = {0: (0, 12.0), 1: (0, 12.0)}
-    assert judge(paused, seen(ends=ends, text="")).status == "right"
-    assert judge(paused, seen(ends=ends, text="AssertionError: wrong numbers: parameter x")).status == "wrong numbers"
-    assert judge(paused, seen(ends={0: (1, 12.0), 1: (0, 12.0)})).status == "exit code"
-    assert judge(paused, seen(ends=ends, text="", happened_at=13.0)).status == "no fault"
+ENDS = {0: (0, 12.0), 1: (0, 12.0)}
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        (seen(ends=ENDS, text=""), "right"),
+        (seen(ends=ENDS, text="AssertionError: wrong numbers: parameter x"), "wrong numbers"),
+        (seen(ends={0: (1, 12.0), 1: (0, 12.0)}), "exit code"),
+        (seen(ends=ENDS, text="", happened_at=13.0), "no fault"),
+    ],
+)
+def test_a_pause_must_end_in_the_right_numbers(found: _Seen, status: str) -> None:
+    assert judge(replace(PLAIN, action="pause"), found).status == status
 
 
 @pytest.mark.parametrize(
