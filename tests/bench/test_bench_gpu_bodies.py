@@ -7,6 +7,7 @@ that a device does. What is CUDA's alone (the kernels' compiled form, events, sy
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,29 +64,10 @@ def test_items() -> None:
     assert all(rank["memory_bytes"] > 2 * protocol.CAPACITY_BYTES for ranks in report.data.values() for rank in ranks)
 
 
-@pytest.mark.extended
-def test_items_see_a_lost_order() -> None:
-    with pytest.raises(CheckFailedError, match="ranks: item .* of round"):
-        protocol.check_items(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
-
-
-@pytest.mark.extended
-def test_a_stream_of_the_fake_that_waits_for_ever_is_no_finding_about_items() -> None:
-    expected = r"FakeDeviceError: a stream of the fake has failed: the fake's stream '\w+' waits for \d+ in the word at"
-    with pytest.raises(CheckFailedError, match=expected):
-        protocol.check_items(replace(STREAMS, prepare=f"{HERE}:lose_the_words_of_a_signal"))
-
-
 def test_soak() -> None:
     report = protocol.check_soak(replace(STREAMS, worlds=(2, 4)))
     assert report.data["ranks"] == 4
     assert report.figures.startswith("3 clients, 8 minibatches")
-
-
-@pytest.mark.extended
-def test_soak_sees_a_lost_push() -> None:
-    with pytest.raises(CheckFailedError, match="daemon: .* elements of sums"):
-        protocol.check_soak(replace(STREAMS, prepare=f"{HERE}:lose_a_push"))
 
 
 @pytest.mark.parametrize(
@@ -94,12 +76,6 @@ def test_soak_sees_a_lost_push() -> None:
 def test_transport(setting: Setting) -> None:
     report = transport.check(replace(setting, worlds=(3,)))
     assert report.data["3 ranks"]["parts"] == [part.__name__ for part in transport.PARTS]
-
-
-@pytest.mark.extended
-def test_transport_sees_a_lost_order() -> None:
-    with pytest.raises(CheckFailedError, match="after turn"):
-        transport.check(replace(STREAMS, prepare=f"{HERE}:lose_every_order"))
 
 
 def test_uneven_minibatches_are_measured_beside_their_computation() -> None:
@@ -167,11 +143,6 @@ def test_hosts_run_ahead() -> None:
     assert all(float(report.data[mode]) < LONG_BUSY_S for mode in ("direct", "deterministic"))
 
 
-def test_a_host_that_waits_is_seen() -> None:
-    with pytest.raises(CheckFailedError, match="the host took .* as long as its stream was busy"):
-        waiting.check_no_host_sync(replace(STREAMS, prepare=f"{HERE}:wait_in_finish"))
-
-
 def survive_when_awaited(marker: str, rank: Rank) -> dict[str, Any]:
     """``waiting.survive``, where rank 1 dies when rank 0's host waits for its stream, however long that takes."""
     synchronize, calls = Streams.synchronize, list[int]()
@@ -210,12 +181,6 @@ def test_sft() -> None:
 
 
 @pytest.mark.extended
-def test_sft_sees_a_lost_push() -> None:
-    with pytest.raises(CheckFailedError, match="fsdp. fp32, 2 ranks: losses .* off by"):
-        training.check_sft(replace(WITHIN, prepare=f"{HERE}:lose_a_push"))
-
-
-@pytest.mark.extended
 def test_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is right, and one whose reference does something else."""
     wrong = training.Form(training.shard_by_fsdp2, end=training.step_and_change)
@@ -236,10 +201,31 @@ def test_late_binding() -> None:
     assert report.data["2 ranks"]["taken"] > 0
 
 
-@pytest.mark.extended
-def test_late_binding_sees_a_sample_that_two_ranks_compute() -> None:
-    with pytest.raises(CheckFailedError, match="2 ranks: a sample was computed twice"):
-        uneven.check_late_binding(replace(WITHIN, prepare=f"{HERE}:take_and_leave"))
+FAKE_HAS_FAILED = (
+    r"FakeDeviceError: a stream of the fake has failed: the fake's stream '\w+' waits for \d+ in the word at"
+)
+
+
+@pytest.mark.parametrize(
+    ("check", "setting", "fault", "message"),
+    [
+        (waiting.check_no_host_sync, STREAMS, "wait_in_finish", "the host took .* as long as its stream was busy"),
+        *(
+            pytest.param(*row, marks=pytest.mark.extended)
+            for row in (
+                (protocol.check_items, STREAMS, "lose_every_order", "ranks: item .* of round"),
+                (protocol.check_items, STREAMS, "lose_the_words_of_a_signal", FAKE_HAS_FAILED),  # no finding of items
+                (protocol.check_soak, STREAMS, "lose_a_push", "daemon: .* elements of sums"),
+                (transport.check, STREAMS, "lose_every_order", "after turn"),
+                (training.check_sft, WITHIN, "lose_a_push", "fsdp. fp32, 2 ranks: losses .* off by"),
+                (uneven.check_late_binding, WITHIN, "take_and_leave", "2 ranks: a sample was computed twice"),
+            )
+        ),
+    ],
+)
+def test_a_fault_is_seen(check: Callable[[Setting], object], setting: Setting, fault: str, message: str) -> None:
+    with pytest.raises(CheckFailedError, match=message):
+        check(replace(setting, prepare=f"{HERE}:{fault}"))
 
 
 def test_sft_has_ranks_without_a_microbatch() -> None:
