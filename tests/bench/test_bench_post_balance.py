@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from odc.balance import QuadraticCost
 from odc.bench.planning import post_balance as bench
 
+LENGTHS = [4, 1, 1, 2]
+"""By themselves they cost 20, 2, 2, 6."""
 
-def test_exhaustive_search_by_hand() -> None:
-    lengths, cost = np.array([4, 1, 1, 2]), QuadraticCost(1.0, 1.0)  # by themselves they cost 20, 2, 2, 6
-    assert bench.optimal_makespan(lengths, 1, cost, "packed") == 30
-    assert bench.optimal_makespan(lengths, 2, cost, "packed") == 20
-    assert bench.optimal_makespan(lengths, 2, cost, "padded") == 20
-    assert bench.optimal_makespan(lengths, 1, cost, "padded") == 4 * 20
-    assert bench.optimal_makespan(lengths, 1, cost, "padded-attention") == 8 + 4 * 16
-    assert bench.optimal_makespan(np.array([3, 3, 1]), 2, cost, "padded-attention") == 4 + 2 * 9
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "layout", "makespan"),
+    [
+        (LENGTHS, 1, "packed", 30),
+        (LENGTHS, 2, "packed", 20),
+        (LENGTHS, 2, "padded", 20),
+        (LENGTHS, 1, "padded", 4 * 20),
+        (LENGTHS, 1, "padded-attention", 8 + 4 * 16),
+        ([3, 3, 1], 2, "padded-attention", 4 + 2 * 9),
+    ],
+)
+def test_exhaustive_search_by_hand(lengths: list[int], num_ranks: int, layout: Any, makespan: int) -> None:
+    assert bench.optimal_makespan(np.array(lengths), num_ranks, QuadraticCost(1.0, 1.0), layout) == makespan
 
 
 def test_quality_and_speed_are_measured_against_what_nothing_beats() -> None:
