@@ -256,12 +256,20 @@ def test_the_optimum_is_that_of_brute_force(k: int, equal_size: bool) -> None:
             assert optimal_makespan(costs, k, equal_size=equal_size) == pytest.approx(expected, abs=1e-12)
 
 
-def test_eight_items_of_equal_count_in_four_parts() -> None:
-    costs = np.array([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
-    assert optimal_makespan(costs, 4, equal_size=True) == 10.0
-    assert optimal_makespan(costs[:4], 4, equal_size=True) == 9.0
-    assert optimal_makespan(costs, 4, equal_size=False) == 10.0
-    # Equal sizes cost something: alone, 9 is all there is to wait for.
-    uneven = np.array([9.0, 3.0, 3.0, 3.0])
-    assert optimal_makespan(uneven, 2, equal_size=False) == 9.0
-    assert optimal_makespan(uneven, 2, equal_size=True) == 12.0
+EIGHT = [9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+UNEVEN = [9.0, 3.0, 3.0, 3.0]
+"""Equal sizes cost something: alone, 9 is all there is to wait for."""
+
+
+@pytest.mark.parametrize(
+    ("costs", "k", "equal_size", "makespan"),
+    [
+        (EIGHT, 4, True, 10.0),
+        (EIGHT[:4], 4, True, 9.0),
+        (EIGHT, 4, False, 10.0),
+        (UNEVEN, 2, False, 9.0),
+        (UNEVEN, 2, True, 12.0),
+    ],
+)
+def test_optimal_makespans_by_hand(costs: list[float], k: int, equal_size: bool, makespan: float) -> None:
+    assert optimal_makespan(np.array(costs), k, equal_size=equal_size) == makespan
