@@ -231,11 +231,14 @@ def test_nvshmem_files_are_found_in_their_order(tmp_path: Path) -> None:
         host = find(variables, wheels, system)
         return host and host.parent.parent.name
 
-    assert found(nvshmem.find_host, variables, wheels) == "wheel"
-    assert found(nvshmem.find_host, variables, []) == "home"
-    assert found(nvshmem.find_host, {}, []) == "system"
-    assert found(nvshmem.find_bitcode, variables, wheels) == "chosen"
-    assert found(nvshmem.find_bitcode, {}, wheels) == "wheel"
+    for find, *given, expected in (
+        (nvshmem.find_host, variables, wheels, "wheel"),
+        (nvshmem.find_host, variables, [], "home"),
+        (nvshmem.find_host, {}, [], "system"),
+        (nvshmem.find_bitcode, variables, wheels, "chosen"),
+        (nvshmem.find_bitcode, {}, wheels, "wheel"),
+    ):
+        assert found(find, *given) == expected
     assert nvshmem.find_bitcode({}, [], [tmp_path]) is None
 
 
