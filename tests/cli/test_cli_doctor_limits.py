@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doctor_rows import ERROR, NOT_NEEDED, OK, WARNING, says
@@ -13,19 +14,40 @@ from odc import limits
 from odc.cli.doctor import machine
 from odc.cli.doctor.finding import Finding, Status
 from odc.cli.doctor.machine import UNLIMITED, Limit
-from odc.transports import _control
-from odc.transports._control import ControlBlock, SleepWord
+
+CONTROL = "odc.transports._control"
 
 # Limits
 
 
-def test_memory_and_shm() -> None:
-    says(machine.memory(16 << 30), OK, "16.0 GiB")
-    says(machine.memory(500 << 20), WARNING, "500 MiB", "docker run --memory")
-    says(machine.memory(None), WARNING, "unknown", "/proc")
-    says(machine.shm_folder(8 << 30), OK, "8.0 GiB")
-    says(machine.shm_folder(64 << 20), WARNING, "64 MiB", "--shm-size=8g")
-    says(machine.shm_folder(None), WARNING, "no /dev/shm", "--shm-size=8g")
+ALL, SMALL = Limit(UNLIMITED, UNLIMITED), Limit(8 << 20, 8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("check", "given", "status", "words"),
+    [
+        (machine.memory, {"available": 16 << 30}, OK, ["16.0 GiB"]),
+        (machine.memory, {"available": 500 << 20}, WARNING, ["500 MiB", "docker run --memory"]),
+        (machine.memory, {"available": None}, WARNING, ["unknown", "/proc"]),
+        (machine.shm_folder, {"total": 8 << 30}, OK, ["8.0 GiB"]),
+        (machine.shm_folder, {"total": 64 << 20}, WARNING, ["64 MiB", "--shm-size=8g"]),
+        (machine.shm_folder, {"total": None}, WARNING, ["no /dev/shm", "--shm-size=8g"]),
+        (machine.locked_memory, {"limit": ALL, "has_rdma": True}, OK, ["unlimited"]),
+        (machine.locked_memory, {"limit": SMALL, "has_rdma": False}, NOT_NEEDED, ["8 MiB"]),
+        (
+            machine.locked_memory,
+            {"limit": SMALL, "has_rdma": True},
+            WARNING,
+            ["8 MiB", "ulimit -l unlimited, or docker run"],
+        ),
+        (machine.address_space, {"limit": ALL}, OK, ["unlimited"]),
+        (machine.address_space, {"limit": SMALL}, WARNING, ["8 MiB", "ulimit -v unlimited"]),
+    ],
+)
+def test_memory_and_its_limits(
+    check: Callable[..., Finding], given: dict[str, Any], status: Status, words: list[str]
+) -> None:
+    says(check(**given), status, *words)
 
 
 @pytest.mark.parametrize(
@@ -42,15 +64,6 @@ def test_memory_and_shm() -> None:
 )
 def test_descriptors(soft: int, hard: int, status: Status, found: str, advice: str) -> None:
     says(machine.descriptors(Limit(soft, hard), used=10, per_rank=5, spare=32), status, found, advice)
-
-
-def test_memory_limits() -> None:
-    unlimited, small = Limit(UNLIMITED, UNLIMITED), Limit(8 << 20, 8 << 20)
-    says(machine.locked_memory(unlimited, has_rdma=True), OK, "unlimited")
-    says(machine.locked_memory(small, has_rdma=False), NOT_NEEDED, "8 MiB")
-    says(machine.locked_memory(small, has_rdma=True), WARNING, "8 MiB", "ulimit -l unlimited, or docker run")
-    says(machine.address_space(unlimited), OK, "unlimited")
-    says(machine.address_space(small), WARNING, "8 MiB", "ulimit -v unlimited")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +133,7 @@ def test_primitives_work_and_leave_nothing(check: Callable[[], Finding], monkeyp
         ("os.eventfd", machine.descriptor_passing, "eventfd"),
         ("socket.send_fds", machine.descriptor_passing, "SCM_RIGHTS"),
         ("os.pidfd_open", machine.process_watching, "Linux 5.3"),
+        (f"{CONTROL}.ControlBlock.initialise", machine.locks, "glibc"),
     ],
 )
 def test_a_sandbox_that_refuses_a_call(
@@ -147,40 +161,37 @@ def test_a_system_without_a_call(name: str, check: Callable[[], Finding], monkey
     says(check(), ERROR, f"no attribute '{name}'", "It needs")
 
 
-def test_a_bell_that_does_not_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "eventfd_write", lambda *_: None)
-    says(machine.descriptor_passing(), ERROR, "does not work", "eventfd")
-
-
-def test_a_pidfd_that_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.liveness.process.WatchedProcess.is_dead", lambda _: True)
-    says(machine.process_watching(), ERROR, "this process is dead", "sandbox")
-
-
-def test_signals_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ControlBlock, "count", lambda *_: 0)
-    says(machine.signals(), ERROR, "posted once, counted 0", "sandbox")
-
-
-def test_futexes_that_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SleepWord, "advance", lambda _: None)
+@pytest.mark.parametrize(
+    ("name", "replacement", "check", "found", "advice"),
+    [
+        ("os.eventfd_write", lambda *_: None, machine.descriptor_passing, "does not work", "eventfd"),
+        (
+            "odc.liveness.process.WatchedProcess.is_dead",
+            lambda _: True,
+            machine.process_watching,
+            "this process is dead",
+            "sandbox",
+        ),
+        (f"{CONTROL}.ControlBlock.count", lambda *_: 0, machine.signals, "posted once, counted 0", "sandbox"),
+        (f"{CONTROL}.SleepWord.advance", lambda _: None, machine.signals, "does not wake", "FUTEX_WAKE_OP"),
+        (f"{CONTROL}.platform.machine", lambda: "pdp11", machine.signals, "not known for pdp11", "glibc"),
+        (
+            f"{CONTROL}.ControlBlock.try_lock",
+            lambda *_: True,
+            machine.locks,
+            "should be had at first and at last",
+            "glibc",
+        ),
+    ],
+)
+def test_a_call_that_does_not_do_what_it_should(
+    name: str,
+    replacement: Callable[..., object],
+    check: Callable[[], Finding],
+    found: str,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(name, replacement)
     monkeypatch.setattr(limits, "DOCTOR_SLEEP_S", 0.2)
-    says(machine.signals(), ERROR, "does not wake", "FUTEX_WAKE_OP")
-
-
-def test_an_architecture_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_control.platform, "machine", lambda: "pdp11")
-    says(machine.signals(), ERROR, "not known for pdp11", "glibc")
-
-
-def test_locks_that_do_not_exclude(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ControlBlock, "try_lock", lambda *_: True)
-    says(machine.locks(), ERROR, "should be had at first and at last", "glibc")
-
-
-def test_locks_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: ControlBlock) -> None:
-        raise OSError("sem_init failed")
-
-    monkeypatch.setattr(ControlBlock, "initialise", refuse)
-    says(machine.locks(), ERROR, "sem_init failed", "glibc")
+    says(check(), ERROR, found, advice)
