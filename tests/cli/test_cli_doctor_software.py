@@ -103,20 +103,27 @@ def test_trainers_are_warned_about_below_what_the_extra_installs() -> None:
         assert f'"{name}>={".".join(map(str, oldest))}' in text
 
 
-def test_what_triton_compiles_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("found", "variables", "problem"),
+    [
+        (["gcc"], {}, None),
+        (["clang"], {}, None),
+        (["cc"], {"CC": "cc -O2"}, None),
+        ([], {}, "there is neither gcc nor clang"),
+        (["gcc"], {"CC": "icc"}, "CC=icc is not found"),
+        (["gcc"], {"CC": ""}, "CC= is not found"),
+    ],
+)
+def test_what_triton_compiles_with(
+    found: list[str], variables: dict[str, str], problem: str | None, tmp_path: Path
+) -> None:
     """A slim container has a GPU, and no compiler: the first kernel would say so, an hour later."""
+    (tmp_path / "Python.h").touch()
+    assert software.compiler_problem(variables, lambda name: name if name in found else None, tmp_path) == problem
 
-    def problem(*found: str, headers: bool = True, **variables: str) -> str | None:
-        (tmp_path / "Python.h").unlink(missing_ok=True)
-        if headers:
-            (tmp_path / "Python.h").touch()
-        return software.compiler_problem(variables, lambda name: name if name in found else None, tmp_path)
 
-    assert problem("gcc") is problem("clang") is problem("cc", CC="cc -O2") is None
-    assert problem() == "there is neither gcc nor clang"
-    assert problem("gcc", CC="icc") == "CC=icc is not found"
-    assert problem("gcc", CC="") == "CC= is not found"
-    assert problem("gcc", headers=False) == f"there is no Python.h in {tmp_path}"
+def test_what_triton_includes(tmp_path: Path) -> None:
+    assert software.compiler_problem({}, str, tmp_path) == f"there is no Python.h in {tmp_path}"
 
 
 def test_versions_come_from_metadata() -> None:
@@ -125,13 +132,16 @@ def test_versions_come_from_metadata() -> None:
     assert software.release(found["torch"]) == software.release(torch.__version__)
 
 
-def test_the_extra_is_that_of_torch_then_of_the_driver() -> None:
-    def major(build: TorchBuild, driver: CudaDriver) -> int:
-        facts = Facts()
-        facts.torch, facts.cuda = build, driver
-        return facts.cuda_major
-
-    assert major(TorchBuild("2.9", "12.8"), DRIVER) == 12
-    assert major(TorchBuild("2.9"), CudaDriver("570", "12.8")) == 12
-    assert major(TorchBuild("2.9"), DRIVER) == 13
-    assert major(TorchBuild("2.9"), NO_DRIVER) == 13
+@pytest.mark.parametrize(
+    ("build", "driver", "major"),
+    [
+        (TorchBuild("2.9", "12.8"), DRIVER, 12),
+        (TorchBuild("2.9"), CudaDriver("570", "12.8"), 12),
+        (TorchBuild("2.9"), DRIVER, 13),
+        (TorchBuild("2.9"), NO_DRIVER, 13),
+    ],
+)
+def test_the_extra_is_that_of_torch_then_of_the_driver(build: TorchBuild, driver: CudaDriver, major: int) -> None:
+    facts = Facts()
+    facts.torch, facts.cuda = build, driver
+    assert facts.cuda_major == major
