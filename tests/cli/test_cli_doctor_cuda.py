@@ -30,55 +30,44 @@ class Nvml:
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *arguments: 999 if name in self.failing else getattr(self, f"_{name}")(*arguments)
+        return lambda *arguments: 999 if name in self.failing else getattr(self, f"_{name}")(*arguments) or 0
 
     def _nvmlInit_v2(self) -> int:
         return 0
 
-    def _nvmlShutdown(self) -> int:
+    def _nvmlShutdown(self) -> None:
         self.shut_down = True
-        return 0
 
-    def _nvmlSystemGetDriverVersion(self, text, size) -> int:
+    def _nvmlSystemGetDriverVersion(self, text, size) -> None:
         text.value = b"580.65.06"
-        return 0
 
-    def _nvmlSystemGetCudaDriverVersion_v2(self, version) -> int:
+    def _nvmlSystemGetCudaDriverVersion_v2(self, version) -> None:
         version._obj.value = 12080
-        return 0
 
-    def _nvmlDeviceGetCount_v2(self, count) -> int:
+    def _nvmlDeviceGetCount_v2(self, count) -> None:
         count._obj.value = 2
-        return 0
 
-    def _nvmlDeviceGetHandleByIndex_v2(self, index, handle) -> int:
+    def _nvmlDeviceGetHandleByIndex_v2(self, index, handle) -> None:
         handle._obj.value = index + 1
-        return 0
 
-    def _nvmlDeviceGetHandleByPciBusId_v2(self, name, handle) -> int:
+    def _nvmlDeviceGetHandleByPciBusId_v2(self, name, handle) -> None:
         handle._obj.value = int(name[-4:-2])  # of "0000:00:01.0"
-        return 0
 
-    def _nvmlDeviceGetName(self, handle, text, size) -> int:
+    def _nvmlDeviceGetName(self, handle, text, size) -> None:
         text.value = b"NVIDIA H200"
-        return 0
 
-    def _nvmlDeviceGetMemoryInfo(self, handle, memory) -> int:
+    def _nvmlDeviceGetMemoryInfo(self, handle, memory) -> None:
         memory._obj.total = 141 << 30
-        return 0
 
-    def _nvmlDeviceGetCudaComputeCapability(self, handle, major, minor) -> int:
+    def _nvmlDeviceGetCudaComputeCapability(self, handle, major, minor) -> None:
         major._obj.value, minor._obj.value = 9, 0
-        return 0
 
-    def _nvmlDeviceGetMigMode(self, handle, current, pending) -> int:
+    def _nvmlDeviceGetMigMode(self, handle, current, pending) -> None:
         current._obj.value = handle.value - 1
-        return 0
 
-    def _nvmlDeviceGetP2PStatus(self, one, other, capability, status) -> int:
+    def _nvmlDeviceGetP2PStatus(self, one, other, capability, status) -> None:
         # 1 -> 0 can be read, not written; 0 -> 1 has no atomics.
         status._obj.value = 0 if (capability != 3 and one.value == 1) or capability == 0 else 5
-        return 0
 
 
 def test_the_driver_is_asked() -> None:
@@ -98,10 +87,9 @@ def test_the_driver_is_asked() -> None:
 def test_atomics_are_asked_for_by_bus_id(code: int, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of devices that CUDA_VISIBLE_DEVICES hides, and no driver's number names here."""
 
-    def status(self: Nvml, one, other, capability, status) -> int:
+    def status(self: Nvml, one, other, capability, status) -> None:
         assert (one.value, other.value, capability) in ((1, 2, 3), (None, None, 3))  # None: not found before
         status._obj.value = code
-        return 0
 
     monkeypatch.setattr(Nvml, "_nvmlDeviceGetP2PStatus", status)
     ids = ("0000:00:01.0", "0000:00:02.0")
@@ -166,36 +154,66 @@ def test_driver(driver: CudaDriver, torch_cuda: str | None, status: Status, foun
     says(cuda.driver(driver, torch_cuda), status, found, advice)
 
 
-def test_devices() -> None:
-    says(cuda.devices(NO_DRIVER, {}), NOT_NEEDED, "none")
-    line = "0,1: NVIDIA H200, 141 GiB, compute capability 9.0, MIG off"
-    says(cuda.devices(DRIVER, {"CUDA_VISIBLE_DEVICES": "1"}), OK, f"{line}\nCUDA_VISIBLE_DEVICES=1")
-    mixed = CudaDriver("580", "13.0", (H200, CudaDevice("NVIDIA H200", 141 << 30, (9, 0), mig=True)))
-    says(
-        cuda.devices(mixed, {}), WARNING, "1: NVIDIA H200, 141 GiB, compute capability 9.0, MIG on", "nvidia-smi -mig 0"
-    )
-    volta = CudaDriver("580", "12.9", (CudaDevice("Tesla V100", 16 << 30, (7, 0)),))
-    says(cuda.devices(volta, {}), OK, "compute capability 7.0")
-    old = CudaDriver("580", "12.9", (CudaDevice("Tesla P100", 16 << 30, (6, 0)),))
-    says(cuda.devices(old, {}), WARNING, "6.0", "compute capability 7.0")
+def of_gpu(name: str, memory: int, capability: tuple[int, int]) -> CudaDriver:
+    return CudaDriver("580", "12.9", (CudaDevice(name, memory, capability),))
 
 
-def test_peer_access() -> None:
-    says(cuda.peer_access(NO_DRIVER), NOT_NEEDED, "0 devices")
-    says(cuda.peer_access(CudaDriver("580", "13.0", (H200,))), NOT_NEEDED, "1 device:")
-    says(cuda.peer_access(DRIVER), OK, "each of the 2 devices reads and writes all others, and adds to them atomically")
-    over_pcie = replace(DRIVER, without_atomics=frozenset({(0, 1)}))
-    says(cuda.peer_access(over_pcie), OK, "others, not atomically all of them, so their owners add gradients")
-    partly = CudaDriver("580", "13.0", (H200,) * 3, frozenset({(0, 2), (2, 0), (2, 1)}))
-    says(cuda.peer_access(partly), WARNING, "0: -x.\n1: x-x\n2: ..-", "nvidia-smi topo -p2p rw")
-    assert cuda.peer_access(CudaDriver("580", "13.0", (H200,) * 11, frozenset({(0, 1)}))).found.startswith(" 0: -.x")
+MIXED = CudaDriver("580", "13.0", (H200, CudaDevice("NVIDIA H200", 141 << 30, (9, 0), mig=True)))
+ALIKE = "0,1: NVIDIA H200, 141 GiB, compute capability 9.0, MIG off"
+DIFFERENT = "1: NVIDIA H200, 141 GiB, compute capability 9.0, MIG on"
 
 
-def test_cuda_ipc() -> None:
-    says(cuda.ipc(NO_DRIVER, None, {}, "6.8.0", FIX), NOT_NEEDED, "no CUDA device")
-    says(cuda.ipc(DRIVER, None, {}, "6.8.0", FIX), MISSING, "cupy", FIX)
-    says(cuda.ipc(DRIVER, "13.6.0", {}, "6.8.0", FIX), OK, "not tried")
-    says(cuda.ipc(DRIVER, "13.6.0", {}, "5.15.1-microsoft-standard-WSL2", FIX), WARNING, "WSL 2", "Linux itself")
+@pytest.mark.parametrize(
+    ("driver", "variables", "status", "found", "advice"),
+    [
+        (NO_DRIVER, {}, NOT_NEEDED, "none", ""),
+        (DRIVER, {"CUDA_VISIBLE_DEVICES": "1"}, OK, f"{ALIKE}\nCUDA_VISIBLE_DEVICES=1", ""),
+        (MIXED, {}, WARNING, DIFFERENT, "nvidia-smi -mig 0"),
+        (of_gpu("Tesla V100", 16 << 30, (7, 0)), {}, OK, "compute capability 7.0", ""),
+        (of_gpu("Tesla P100", 16 << 30, (6, 0)), {}, WARNING, "6.0", "compute capability 7.0"),
+    ],
+)
+def test_devices(driver: CudaDriver, variables: dict[str, str], status: Status, found: str, advice: str) -> None:
+    says(cuda.devices(driver, variables), status, found, advice)
+
+
+def of_devices(number: int, *unreachable: tuple[int, int]) -> CudaDriver:
+    return CudaDriver("580", "13.0", (H200,) * number, frozenset(unreachable))
+
+
+OVER_PCIE = replace(DRIVER, without_atomics=frozenset({(0, 1)}))
+TABLE = "0: -x.\n1: x-x\n2: ..-"
+
+
+@pytest.mark.parametrize(
+    ("driver", "status", "found", "advice"),
+    [
+        (NO_DRIVER, NOT_NEEDED, "0 devices", ""),
+        (of_devices(1), NOT_NEEDED, "1 device:", ""),
+        (DRIVER, OK, "each of the 2 devices reads and writes all others, and adds to them atomically", ""),
+        (OVER_PCIE, OK, "others, not atomically all of them, so their owners add gradients", ""),
+        (of_devices(3, (0, 2), (2, 0), (2, 1)), WARNING, TABLE, "nvidia-smi topo -p2p rw"),
+    ],
+)
+def test_peer_access(driver: CudaDriver, status: Status, found: str, advice: str) -> None:
+    says(cuda.peer_access(driver), status, found, advice)
+
+
+def test_numbers_of_many_devices_are_aligned() -> None:
+    assert cuda.peer_access(of_devices(11, (0, 1))).found.startswith(" 0: -.x")
+
+
+@pytest.mark.parametrize(
+    ("driver", "cupy", "kernel", "status", "found", "advice"),
+    [
+        (NO_DRIVER, None, "6.8.0", NOT_NEEDED, "no CUDA device", ""),
+        (DRIVER, None, "6.8.0", MISSING, "cupy", FIX),
+        (DRIVER, "13.6.0", "6.8.0", OK, "not tried", ""),
+        (DRIVER, "13.6.0", "5.15.1-microsoft-standard-WSL2", WARNING, "WSL 2", "Linux itself"),
+    ],
+)
+def test_cuda_ipc(driver: CudaDriver, cupy: str | None, kernel: str, status: Status, found: str, advice: str) -> None:
+    says(cuda.ipc(driver, cupy, {}, kernel, FIX), status, found, advice)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
