@@ -77,24 +77,49 @@ def test_cupy(versions: dict[str, str], has_gpu: bool, status: Status, found: st
     says(software.cupy(versions, 13, has_gpu=has_gpu), status, found, advice)
 
 
-def test_nvshmem4py() -> None:
-    says(software.nvshmem4py({"nvshmem4py-cu12": "0.4.1"}, 12, has_gpu=True), OK, "nvshmem4py-cu12 0.4.1")
-    says(software.nvshmem4py({"nvshmem4py-cu12": "0.4.1"}, 13, has_gpu=True), WARNING, "another CUDA", FIX)
-    says(software.nvshmem4py({}, 12, has_gpu=True), MISSING, "not installed", "pip install 'odc-fsdp[cuda12]'")
-    says(software.nvshmem4py({}, 12, has_gpu=False), NOT_NEEDED, "not installed")
+@pytest.mark.parametrize(
+    ("versions", "cuda_major", "has_gpu", "status", "found", "advice"),
+    [
+        ({"nvshmem4py-cu12": "0.4.1"}, 12, True, OK, "nvshmem4py-cu12 0.4.1", ""),
+        ({"nvshmem4py-cu12": "0.4.1"}, 13, True, WARNING, "another CUDA", FIX),
+        ({}, 12, True, MISSING, "not installed", "pip install 'odc-fsdp[cuda12]'"),
+        ({}, 12, False, NOT_NEEDED, "not installed", ""),
+    ],
+)
+def test_nvshmem4py(
+    versions: dict[str, str], cuda_major: int, has_gpu: bool, status: Status, found: str, advice: str
+) -> None:
+    says(software.nvshmem4py(versions, cuda_major, has_gpu=has_gpu), status, found, advice)
 
 
-def test_triton_and_trainers() -> None:
-    says(software.triton({"triton": "3.5.0"}, "no gcc", has_gpu=False), OK, "3.5.0")
-    says(software.triton({"triton": "3.5.0"}, None, has_gpu=True), OK, "3.5.0")
-    says(software.triton({"triton": "3.5.0"}, "no gcc", has_gpu=True), MISSING, "in C, but no gcc", "gcc python3-dev")
-    says(software.triton({}, None, has_gpu=False), NOT_NEEDED, "not installed")
-    says(software.triton({}, None, has_gpu=True), MISSING, "not installed", "pip install triton")
-    says(software.trainer("transformers", {"transformers": "5.20.0"}), OK, "5.20.0")
-    says(software.trainer("transformers", {"transformers": "5.17.0"}), WARNING, "5.17.0", "odc-fsdp[examples]")
-    says(software.trainer("transformers", {}), NOT_NEEDED, "not installed", "odc-fsdp[examples]")
-    says(software.trainer("trl", {}), NOT_NEEDED, "not installed", "pip install trl")
-    says(software.trainer("trl", {"trl": "1.9.2"}), WARNING, "1.9.2", "1.10 or newer")
+@pytest.mark.parametrize(
+    ("versions", "problem", "has_gpu", "status", "found", "advice"),
+    [
+        ({"triton": "3.5.0"}, "no gcc", False, OK, "3.5.0", ""),
+        ({"triton": "3.5.0"}, None, True, OK, "3.5.0", ""),
+        ({"triton": "3.5.0"}, "no gcc", True, MISSING, "in C, but no gcc", "gcc python3-dev"),
+        ({}, None, False, NOT_NEEDED, "not installed", ""),
+        ({}, None, True, MISSING, "not installed", "pip install triton"),
+    ],
+)
+def test_triton(
+    versions: dict[str, str], problem: str | None, has_gpu: bool, status: Status, found: str, advice: str
+) -> None:
+    says(software.triton(versions, problem, has_gpu=has_gpu), status, found, advice)
+
+
+@pytest.mark.parametrize(
+    ("name", "versions", "status", "found", "advice"),
+    [
+        ("transformers", {"transformers": "5.20.0"}, OK, "5.20.0", ""),
+        ("transformers", {"transformers": "5.17.0"}, WARNING, "5.17.0", "odc-fsdp[examples]"),
+        ("transformers", {}, NOT_NEEDED, "not installed", "odc-fsdp[examples]"),
+        ("trl", {}, NOT_NEEDED, "not installed", "pip install trl"),
+        ("trl", {"trl": "1.9.2"}, WARNING, "1.9.2", "1.10 or newer"),
+    ],
+)
+def test_trainers(name: str, versions: dict[str, str], status: Status, found: str, advice: str) -> None:
+    says(software.trainer(name, versions), status, found, advice)
 
 
 def test_trainers_are_warned_about_below_what_the_extra_installs() -> None:
