@@ -239,11 +239,12 @@ def test_verl_native_idles_more_than_verl_optimized() -> None:
 
 
 @pytest.mark.parametrize("name", ["verl-native", "lb-mini"])
-def test_a_batch_that_is_no_multiple_of_the_minibatch(name: str) -> None:
-    with pytest.raises(ValueError, match="batch_size=6: expected a multiple of minibatch_size=4"):
-        stream(name, batch_size=6)
-    with pytest.raises(ValueError, match="batch_size=0: expected an integer of at least 1"):
-        stream(name, batch_size=0)
+@pytest.mark.parametrize(
+    ("batch_size", "expected"), [(6, "a multiple of minibatch_size=4"), (0, "an integer of at least 1")]
+)
+def test_a_batch_that_is_no_multiple_of_the_minibatch(name: str, batch_size: int, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"batch_size={batch_size}: expected {expected}"):
+        stream(name, batch_size=batch_size)
 
 
 def test_only_two_level_policies_look_at_the_batch() -> None:
