@@ -123,10 +123,16 @@ def test_samplers_of_ones_own_give_the_order() -> None:
     assert samples_of([summary(batched)]) == sorted(repeated)
 
 
-def test_what_cannot_be_taken_over_is_refused() -> None:
-    with pytest.raises(ValueError, match="a batch sampler of its own, a Blocks"):
-        take(DataLoader(Indices(), batch_sampler=Blocks()))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected a torch.utils.data.DataLoader"):
-        take([1, 2])
-    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
-        take(DataLoader(Indices()), batchsize=3)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("loader", "options", "error", "message"),
+    [
+        (DataLoader(Indices(), batch_sampler=Blocks()), {}, ValueError, "a batch sampler of its own, a Blocks"),  # type: ignore[arg-type]
+        ([1, 2], {}, TypeError, "expected a torch.utils.data.DataLoader"),
+        (DataLoader(Indices()), {"batchsize": 3}, TypeError, "unexpected keyword argument 'batchsize'"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_refused(
+    loader: Any, options: dict[str, int], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        take(loader, **options)
