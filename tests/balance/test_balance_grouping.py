@@ -67,16 +67,34 @@ def test_groups_are_those_of_the_paper(lengths: list[int], max_tokens: int) -> N
 # Alignment (ODB's algorithm 1)
 
 
-def test_alignment_by_hand() -> None:
-    three, one = [[0, 1], [2], [3]], [[0, 1, 2, 3]]
-    assert align_groups([three, one, []], [0, 0, 0]) == ([three, [[0, 1], [2], [3]], []], [[], [], []])
-    # Two at most: the larger groups stay, of equal ones the earlier.
-    assert align_groups([three, one], [2, 0]) == ([[[0, 1], [2]], [[0, 1, 2], [3]]], [[3], []])
-    # A rank with two samples can have two groups.
-    assert align_groups([three, [[7, 5]]], [0, 9]) == ([[[0, 1], [2]], [[7], [5]]], [[3], []])
-    # The last group that can be split is, each time; what was split off stands behind it.
-    assert align_groups([[[0], [1], [2], [3]], [[0, 1, 2], [3], [4]]], [0, 0])[0][1] == [[0, 1], [2], [3], [4]]
-    assert align_groups([[], []], [0, 0]) == ([[], []], [[], []])
+THREE, ONE = [[0, 1], [2], [3]], [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "capacities", "aligned", "returned"),
+    [
+        ([THREE, ONE, []], [0, 0, 0], [THREE, [[0, 1], [2], [3]], []], [[], [], []]),
+        # Two at most: the larger groups stay, of equal ones the earlier.
+        ([THREE, ONE], [2, 0], [[[0, 1], [2]], [[0, 1, 2], [3]]], [[3], []]),
+        # A rank with two samples can have two groups.
+        ([THREE, [[7, 5]]], [0, 9], [[[0, 1], [2]], [[7], [5]]], [[3], []]),
+        # The last group that can be split is, each time; what was split off stands behind it.
+        (
+            [[[0], [1], [2], [3]], [[0, 1, 2], [3], [4]]],
+            [0, 0],
+            [[[0], [1], [2], [3]], [[0, 1], [2], [3], [4]]],
+            [[], []],
+        ),
+        ([[], []], [0, 0], [[], []], [[], []]),
+    ],
+)
+def test_alignment_by_hand(
+    groups: list[list[list[int]]],
+    capacities: list[int],
+    aligned: list[list[list[int]]],
+    returned: list[list[int]],
+) -> None:
+    assert align_groups(groups, capacities) == (aligned, returned)
 
 
 RANKS = st.lists(
