@@ -183,20 +183,23 @@ def test_a_rank_that_leaves_its_loop_is_named() -> None:
     assert "rank 1 has left its loop after 1 minibatches" in (results[0].value or [""])[1], results
 
 
-def test_arguments_are_checked() -> None:
-    plan = orchestrator(2)
-    with pytest.raises(ValueError, match="rank=2: expected less than world_size=2"):
-        MultimodalLoader(loader_of("minibatch", 0, 2), split, plan, 2)
-    late = loader_of("minibatch", 0, 2)
-    late.late_binding = True
-    with pytest.raises(
-        ValueError, match="a loader with late_binding=True: the samples of all ranks are shared out anew"
-    ):
-        MultimodalLoader(late, split, plan, 0)
-    with pytest.raises(TypeError, match="split=3: expected a function"):
-        MultimodalLoader(loader_of("minibatch", 0, 2), 3, plan, 0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="prefetch=0"):
-        MultimodalLoader(loader_of("minibatch", 0, 2), split, plan, 0, prefetch=0)
+LATE = "a loader with late_binding=True: the samples of all ranks are shared out anew"
+
+
+@pytest.mark.parametrize(
+    ("late_binding", "change", "error", "words"),
+    [
+        (False, {"rank": 2}, ValueError, "rank=2: expected less than world_size=2"),
+        (True, {}, ValueError, LATE),
+        (False, {"split": 3}, TypeError, "split=3: expected a function"),
+        (False, {"prefetch": 0}, ValueError, "prefetch=0"),
+    ],
+)
+def test_arguments_are_checked(late_binding: bool, change: dict[str, Any], error: type[Exception], words: str) -> None:
+    loader = loader_of("minibatch", 0, 2)
+    loader.late_binding = late_binding
+    with pytest.raises(error, match=words):
+        MultimodalLoader(loader, **{"split": split, "orchestrator": orchestrator(2), "rank": 0, **change})
 
 
 def leave_and_iterate_again(rank: int, world_size: int, how: str) -> list[list[list[int]]]:
