@@ -37,13 +37,13 @@ class MinibatchSchedule:
     """Plan of samples: microbatches of the language model."""
 
     encoders: Mapping[str, Plan]
-    """Plans of items: microbatches of each encoder."""
+    """Plans of items, as microbatches of each encoder."""
 
     samples: Rearrangement
-    """Moves of samples without their items: from the rank that reads a sample to the rank that trains on it."""
+    """Moves of samples without their items, from the rank that reads a sample to the rank that trains on it."""
 
     inputs: Mapping[str, Rearrangement]
-    """Moves of items of each modality: from the rank that reads an item to the rank that encodes it."""
+    """Moves of items of each modality, from the rank that reads an item to the rank that encodes it."""
 
     outputs: Mapping[str, Rearrangement]
     """Moves of encoders' outputs: from the rank that encodes an item to the rank that trains on its sample, in the

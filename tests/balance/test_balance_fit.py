@@ -133,8 +133,7 @@ def test_explain_names_the_worst_measurement() -> None:
     seconds = seconds_of(MANY, 1e-9, 1e-6, 1e-3)
     seconds[4] *= 2
     fit = fit_cost(MANY, seconds)
-    assert fit.worst.index == 4
-    assert fit.worst.lengths == (1000,)
+    assert (fit.worst.index, fit.worst.lengths) == (4, (1000,))
     assert fit.worst.predicted_s == pytest.approx(fit.predict([1000])[0])
     text = fit.explain()
     for part in ("per squared token", "s per microbatch", "9 measurements", "measurement 4 of lengths 1000:"):

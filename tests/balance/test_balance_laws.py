@@ -116,8 +116,7 @@ def test_batches_of_llava_are_padded_as_published(batch_size: int, padding: floa
 @pytest.mark.parametrize("name", NAMES)
 def test_draws_depend_on_the_arguments_only(name: str) -> None:
     lengths = sample_lengths(name, 500, 3)
-    assert lengths.dtype == np.int64
-    assert lengths.shape == (500,)
+    assert (lengths.dtype, lengths.shape) == (np.int64, (500,))
     np.random.seed(0)
     np.testing.assert_array_equal(sample_lengths(name, 500, seed=3), lengths)
     np.testing.assert_array_equal(sample_lengths(LAWS[name], 500, 3), lengths)

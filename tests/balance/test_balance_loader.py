@@ -104,8 +104,7 @@ def test_minibatch_loss_is_the_exact_mean_over_tokens(policy: str, prompts: bool
 
 
 def test_loss_scale_by_hand() -> None:
-    assert loss_scale(4, 100) == 0.04
-    assert loss_scale(4, 0) == 0.0
+    assert (loss_scale(4, 100), loss_scale(4, 0)) == (0.04, 0.0)
 
 
 def test_default_loss_tokens_are_all_but_the_first_of_a_sample() -> None:

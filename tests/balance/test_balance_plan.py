@@ -29,8 +29,7 @@ def test_equation_1_by_hand() -> None:
 def test_cost_of_a_microbatch_is_the_sum_of_its_samples() -> None:
     plan = make([[[0, 1]], [[2], [3]]], [4.0, 1.0, 2.0, 5.0])
     np.testing.assert_array_equal(plan.microbatch_times(), [[5.0, 0.0], [2.0, 5.0]])
-    assert plan.num_microbatches == (1, 2)
-    assert (plan.world_size, plan.num_samples) == (2, 4)
+    assert (plan.num_microbatches, plan.world_size, plan.num_samples) == ((1, 2), 2, 4)
     assert (plan.tokens(0), plan.tokens(1)) == (1 + 2, 3 + 4)
 
 

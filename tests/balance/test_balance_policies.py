@@ -37,8 +37,7 @@ def test_the_paper_policies_are_there() -> None:
 @given(lengths=LENGTHS, world_size=st.integers(1, 6))
 def test_plans_are_complete_and_within_limits(name: str, lengths: list[int], world_size: int) -> None:
     plan = make(name, lengths, world_size)
-    assert plan.policy == name
-    assert plan.world_size == world_size
+    assert (plan.policy, plan.world_size) == (name, world_size)
     samples = sorted(s for mine in plan.microbatches for part in mine for s in part)
     assert samples == list(range(len(lengths)))
     assert all(sum(lengths[s] for s in part) <= LIMIT for mine in plan.microbatches for part in mine)
@@ -103,8 +102,7 @@ def test_lb_mini_lets_the_rank_with_the_giant_do_nothing_else() -> None:
     plan = make("lb-mini", [1000, 300, 300, 300, 300, 300, 300], 2)
     giant = next(mine for mine in plan.microbatches if [0] in mine)
     other = next(mine for mine in plan.microbatches if [0] not in mine)
-    assert len(giant) == 1
-    assert len(other) == 2
+    assert (len(giant), len(other)) == (1, 2)
     equal = make("lb-micro", [1000, 300, 300, 300, 300, 300, 300, 300], 2)
     assert equal.num_microbatches == (2, 2)
 
@@ -213,13 +211,11 @@ def test_lb_mini_equal_packs_each_rank_by_itself() -> None:
     plan = get_policy("lb-mini-equal").plan(
         lengths, world_size=2, max_tokens=LIMIT, cost=LinearCost(), speeds=[100.0, 1.0]
     )
-    assert samples_of(plan) == [[0, 1], [2, 3]]
-    assert plan.num_microbatches == (2, 1)
+    assert (samples_of(plan), plan.num_microbatches) == ([[0, 1], [2, 3]], (2, 1))
     assert not get_policy("lb-mini-equal").equal_counts
 
 
 def test_a_planned_minibatch_names_samples_of_the_dataset() -> None:
     plan = Plan([[[1], [0]], [[2], []]], np.array([5, 6, 7]), np.ones(3), 10, "by-hand")
     minibatch = PlannedMinibatch(np.array([40, 10, 30]), plan)
-    assert minibatch.of_rank(0) == [[10], [40]]
-    assert minibatch.of_rank(1) == [[30], []]
+    assert [minibatch.of_rank(rank) for rank in (0, 1)] == [[[10], [40]], [[30], []]]

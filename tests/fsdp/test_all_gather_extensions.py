@@ -85,8 +85,7 @@ def found_uneven() -> list[dict[str, dict[str, float | str]]]:
 @pytest.mark.parametrize("mesh", ["full", "hybrid"])
 @pytest.mark.parametrize("kind", [Scaled, RowScaled])
 def test_four_ranks_of_which_two_are_idle(kind: type[Extended], mesh: str) -> None:
-    for of_rank in found_uneven():
-        assert of_rank[f"{kind.__name__} {mesh}"] == {"small": 0.0}
+    assert [of_rank[f"{kind.__name__} {mesh}"] for of_rank in found_uneven()] == [{"small": 0.0}] * 4
 
 
 def what_is_made(rank: int, world_size: int) -> tuple[list[int], list[int]]:
@@ -173,8 +172,7 @@ def find_changes(rank: int, world_size: int) -> list[dict[str, float | str]]:
 
 
 def test_changes_between_steps_are_published_anew() -> None:
-    for found in run_ranks(2, find_changes, env={"ODC_TIMEOUT": "20"}):
-        assert found == [{"small": 0.0}] * 2 * len(CHANGING)
+    assert run_ranks(2, find_changes, env={"ODC_TIMEOUT": "20"}) == [[{"small": 0.0}] * 2 * len(CHANGING)] * 2
 
 
 # Checkpoints
@@ -257,8 +255,7 @@ def test_gradients_in_the_dtype_of_the_full_weight() -> None:
     """As FSDP2, which reduces them as they come, unless it is told to."""
     found = found_by(find_dtypes, TOGETHER)
     for in_bfloat16, told, _ in found:
-        assert in_bfloat16 == {"small": 0.0}
-        assert told == {"small": 0.0}
+        assert (in_bfloat16, told) == ({"small": 0.0}, {"small": 0.0})
     words = "gradients in torch.float64, where parameters are computed in torch.float32: set reduce_dtype"
     assert any(words in str(untold) for _, _, untold in found)
 

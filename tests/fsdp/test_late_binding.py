@@ -134,8 +134,7 @@ def test_of_ranks_that_compute_together_one_takes_for_all() -> None:
     ranks = run_ranks(4, train_together)
     for make in ("known_lengths", "stream"):
         first, second, slow, partner = (found[make] for found in ranks)
-        assert first["computed"] == second["computed"]
-        assert slow["computed"] == partner["computed"]
+        assert (first["computed"], slow["computed"]) == (second["computed"], partner["computed"])
         assert first["taken"] == second["taken"] > 0
         alone, samples = Steps(build_blocks().double()), Rows()
         for step in zip(first["computed"], slow["computed"], strict=True):

@@ -135,8 +135,7 @@ def of_ranks(folder: str) -> list[dict[str, Any]]:
 def test_partners_train_on_the_same_and_groups_as_one_process(name: str, of_ranks: list[dict[str, Any]]) -> None:
     """Also where groups have different numbers of microbatches, or none."""
     taken = [found[name][0] for found in of_ranks]
-    assert taken[0] == taken[1]
-    assert taken[2] == taken[3]
+    assert (taken[0], taken[2]) == (taken[1], taken[3])
     counts = [(len(ours), len(theirs)) for ours, theirs in zip(taken[0], taken[2], strict=True)]
     assert any(ours != theirs for ours, theirs in counts)
     assert any(0 in pair for pair in counts) or name == "stream"

@@ -75,15 +75,6 @@ class TestAccumulate:
     def test_sizes_and_alignments(self, k: SimpleNamespace, numel: int, shift: int, other: int) -> None:
         self.both(k, shifted(numbers(numel, FP32, 1), shift), shifted(numbers(numel, BF16, 2), other))
 
-    @pytest.mark.parametrize("numel", [5, 4095, 4096, 4097])
-    @pytest.mark.parametrize("before", [1, 4])
-    def test_neighbours_are_left_alone(self, k: SimpleNamespace, numel: int, before: int) -> None:
-        room = shifted(torch.full((numel + 2 * before,), 5.0), 0)
-        k.accumulate.accumulate(room[before:-before], shifted(torch.ones(numel), 0))
-        assert (room[:before] == 5).all()
-        assert (room[-before:] == 5).all()
-        assert (room[before:-before] == 6).all()
-
     @pytest.mark.parametrize("numel", FAR.values(), ids=FAR)
     def test_far_block(self, k: SimpleNamespace, far: SparseMemory, numel: int) -> None:
         total = far.view(12 * GIB + (numel - 8) * 4, 8, FP32).fill_(1)
@@ -135,15 +126,6 @@ class TestFillAndCopy:
         k.fill.copy_cast(out, source)
         assert torch.equal(out, source.to(BF16))
 
-    @pytest.mark.parametrize("numel", [5, 4095, 4096, 4097])
-    @pytest.mark.parametrize("before", [1, 4])
-    def test_neighbours_are_left_alone(self, k: SimpleNamespace, numel: int, before: int) -> None:
-        room = shifted(torch.full((numel + 2 * before,), 5.0), 0)
-        k.fill.copy_cast(room[before:-before], shifted(torch.ones(numel), 0))
-        assert (room[:before] == 5).all()
-        assert (room[-before:] == 5).all()
-        assert (room[before:-before] == 1).all()
-
     @pytest.mark.parametrize("numel", FAR.values(), ids=FAR)
     def test_far_block(self, k: SimpleNamespace, far: SparseMemory, numel: int) -> None:
         values = far.view(12 * GIB + (numel - 8) * 4, 8, FP32).copy_(numbers(8, FP32))
@@ -155,3 +137,14 @@ class TestFillAndCopy:
             assert torch.equal(out, values)
             k.fill._fill_kernel[(1,)](heads[0], 0.5, numel, VECTOR=1, BLOCK=4096)
             assert (out == 0.5).all()
+
+
+@pytest.mark.parametrize("numel", [5, 4095, 4096, 4097])
+@pytest.mark.parametrize("before", [1, 4])
+@pytest.mark.parametrize(("room_name", "name", "result"), [("accumulate", "accumulate", 6), ("fill", "copy_cast", 1)])
+def test_neighbours_are_left_alone(
+    k: SimpleNamespace, numel: int, before: int, room_name: str, name: str, result: int
+) -> None:
+    room = shifted(torch.full((numel + 2 * before,), 5.0), 0)
+    getattr(getattr(k, room_name), name)(room[before:-before], shifted(torch.ones(numel), 0))
+    assert room.tolist() == [5.0] * before + [float(result)] * numel + [5.0] * before

@@ -149,5 +149,4 @@ def test_when_a_worker_is_killed_all_go_on_from_the_newest_checkpoint(
     ((pid, step),) = set(re.findall(r"pid=(\d+)\)\S* resumed from \S+/step-(\d{6})", said))
     assert [*map(int, (*begun, pid))] == job.workers(0)
     assert int(step) in range(4, STEPS, 2)
-    assert result["losses"] == whole["losses"]
-    assert result["eval_losses"] == whole["eval_losses"]
+    assert (result["losses"], result["eval_losses"]) == (whole["losses"], whole["eval_losses"])

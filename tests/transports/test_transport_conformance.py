@@ -129,8 +129,8 @@ def test_symmetric_memory_is_zeroed_and_addressed_by_rank(near: str, kind: str) 
         meet(transport, exchange)
         return [buffer.peer(rank)[:3].tolist() for rank in range(3)]
 
-    for seen in on_transport(near, 3, body):
-        assert seen == [[10 * writer + owner + 1 for writer in range(3)] for owner in range(3)]
+    written = [[10 * writer + owner + 1 for writer in range(3)] for owner in range(3)]
+    assert on_transport(near, 3, body) == [written] * 3
 
 
 def test_memory_is_read_and_written_at_any_rank(name: str) -> None:
