@@ -253,7 +253,6 @@ def test_measured_transfers_become_a_table(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.extended
 def test_matmuls_beside_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted; one after the other, so neither is slower. What a GPU makes of it stays open."""
     monkeypatch.setitem(speed.LAYERS, "7B", (8, 8, 16))

@@ -82,7 +82,6 @@ def test_an_error_fails_its_case_only() -> None:
 # Without ranks.
 
 
-@pytest.mark.extended
 def test_the_same_seed_gives_the_same_cases_and_all_pairs_meet() -> None:
     cases = cases_of_seed_0()
     assert cases == list(itertools.islice(generate(0), 300))
