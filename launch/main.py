@@ -197,14 +197,13 @@ class _DryRun:
             self._say(f"odc: would refuse this script: {ending}")
             leave_last_words(self._launch, ending)
             return SystemExit(1)
-        if isinstance(ending, SystemExit):
-            if self._dry_run.is_complete and self._dry_run.refused is not None:
+        if self._dry_run.is_complete:  # said already; an exit handler does not see the SystemExit that has ended it
+            if self._dry_run.refused is not None:
                 leave_last_words(self._launch, self._dry_run.refused)
-            if self._dry_run.is_complete or ending.code not in (None, 0):
-                return ending
-        elif isinstance(ending, Exception):
+            return ending
+        if isinstance(ending, Exception):
             return _shown(ending, self._options, leave_last_words(self._launch, ending))
-        elif ending is not None:
+        if ending is not None and not (isinstance(ending, SystemExit) and ending.code in (None, 0)):
             return ending
         self._say("odc: dry run: the script ended without an optimizer step on an FSDP model; nothing was patched")
         return SystemExit(1)

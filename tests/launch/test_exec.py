@@ -111,11 +111,15 @@ def test_a_function_that_raises_ends_all(tmp_path: Path, how: str) -> None:
     assert "minibatches on 2 ranks" not in ours.stderr
 
 
-def test_a_dry_run_of_functions(tmp_path: Path) -> None:
-    ours = run_functions(tmp_path, "spawn", "plain", "--dry-run")
+@pytest.mark.parametrize("how", ["spawn", "tasks"])
+def test_a_dry_run_says_once_how_it_ended(tmp_path: Path, how: str) -> None:
+    """Of functions, and of scripts, whose exit handlers no longer see by what they ended."""
+    ours = run_functions(tmp_path, how, "plain", "--dry-run")
     assert ours.returncode == 0, ours.stderr
     assert "odc: would patch Sequential (FSDP2): 3 units over 2 ranks" in ours.stderr
-    assert "odc: dry run: stopped after the first optimizer step" in ours.stderr
+    assert [line for line in ours.stderr.splitlines() if line.startswith("odc: dry run")] == [
+        "odc: dry run: stopped after the first optimizer step; nothing was patched"
+    ]
 
 
 def test_ranks_of_a_launcher_are_patched_and_train_the_same() -> None:
