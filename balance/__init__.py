@@ -25,7 +25,12 @@ from odc.balance.costs import (
 )
 from odc.balance.data.sampler import MinibatchSampler
 from odc.balance.grouping import (
+    AlignedGroups,
+    EqualMinibatches,
+    EqualSteps,
+    Grouping,
     LengthSketch,
+    Unaligned,
     align_groups,
     best_fit_batches,
     pool_sort,
@@ -47,18 +52,24 @@ if TYPE_CHECKING:
     from odc.balance.data.collate import count_loss_tokens, pack_collate
     from odc.balance.data.from_torch import stream
     from odc.balance.data.loader import Minibatch, MinibatchLoader, loss_scale
+    from odc.balance.data.order import Order
     from odc.balance.data.probe import check_packing
+    from odc.balance.data.reader import ReadOptions
     from odc.balance.data.stream import StreamLoader
     from odc.balance.multimodal import Encoder, MultimodalLoader, SampleParts, run_minibatch
     from odc.balance.rearrange.exchange import Received, exchange
 
 __all__ = [
     "ActivationMemory",
+    "AlignedGroups",
     "BalancedBatch",
     "CostFit",
     "CostModel",
     "Encoder",
+    "EqualMinibatches",
+    "EqualSteps",
     "ExactPartition",
+    "Grouping",
     "ItemLengths",
     "LengthSketch",
     "LinearCost",
@@ -69,11 +80,13 @@ __all__ = [
     "MinibatchSchedule",
     "MultimodalLoader",
     "Orchestrator",
+    "Order",
     "Phase",
     "Plan",
     "PlannedMinibatch",
     "Policy",
     "QuadraticCost",
+    "ReadOptions",
     "Rearrangement",
     "Received",
     "SampleLengths",
@@ -84,6 +97,7 @@ __all__ = [
     "StreamLoader",
     "TransformerCost",
     "TransformerShape",
+    "Unaligned",
     "align_groups",
     "balance_batch",
     "best_fit_batches",
@@ -123,6 +137,8 @@ _NEED_TORCH = {
     "Received": "odc.balance.rearrange.exchange",
     "SampleParts": "odc.balance.multimodal",
     "check_packing": "odc.balance.data.probe",
+    "Order": "odc.balance.data.order",
+    "ReadOptions": "odc.balance.data.reader",
     "count_loss_tokens": "odc.balance.data.collate",
     "exchange": "odc.balance.rearrange.exchange",
     "StreamLoader": "odc.balance.data.stream",

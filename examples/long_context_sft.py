@@ -41,8 +41,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import odc
 from odc.balance import (
     ActivationMemory,
+    EqualMinibatches,
+    Grouping,
     Minibatch,
     MinibatchLoader,
+    MinibatchSampler,
+    Order,
+    ReadOptions,
     ShardedState,
     StreamLoader,
     TransformerCost,
@@ -340,19 +345,21 @@ def build_loaders(
 
 
 def planned(args: argparse.Namespace, dataset: chat_data.TokenizedDataset, config: Any, **options: Any) -> Any:
-    return MinibatchLoader(
-        dataset,
+    sampler = MinibatchSampler(
         dataset.lengths,
-        pack_collate,
-        dist.get_rank(),
-        dist.get_world_size(),
+        world_size=dist.get_world_size(),
         cost=TransformerCost.from_config(config),
         max_tokens=args.max_tokens,
-        num_loss_tokens=dataset.num_loss_tokens,
         seed=args.seed,
-        num_workers=args.workers,
-        pin_memory=torch.cuda.is_available(),
         **options,
+    )
+    return MinibatchLoader(
+        dataset,
+        sampler,
+        pack_collate,
+        dist.get_rank(),
+        num_loss_tokens=dataset.num_loss_tokens,
+        read=ReadOptions(num_workers=args.workers, pin_memory=torch.cuda.is_available()),
     )
 
 
@@ -364,16 +371,12 @@ def stream(args: argparse.Namespace, records: Any, tokenizer: Any, config: Any) 
         dist.get_rank(),
         dist.get_world_size(),
         transform=partial(chat_data.encode, tokenizer=tokenizer, max_tokens=args.max_tokens),
-        max_tokens=args.max_tokens,
         length=lambda sample: sample["input_ids"].size,
         num_loss_tokens=lambda sample: count_loss_tokens(sample["labels"]),
-        grouping="pack",
-        align="minibatch",
-        minibatch_size=args.minibatch_size,
-        pool_size=args.pool_size,
-        cost=TransformerCost.from_config(config),
-        seed=args.seed,
-        num_workers=args.workers,
+        grouping=Grouping("pack", args.max_tokens, args.pool_size),
+        align=EqualMinibatches(args.minibatch_size, cost=TransformerCost.from_config(config)),
+        order=Order(seed=args.seed),
+        read=ReadOptions(num_workers=args.workers),
     )
 
 

@@ -30,7 +30,7 @@ from run_record import Formatter, Progress, RunRecord, add_output, check_run, en
 from torch.distributed.device_mesh import init_device_mesh
 
 import odc
-from odc.balance import MinibatchLoader
+from odc.balance import MinibatchLoader, MinibatchSampler
 from odc.balance.multimodal import (
     Encoder,
     InStep,
@@ -159,19 +159,16 @@ def build_loader(args: argparse.Namespace, config: Any, rank: int, world_size: i
     dataset = OmniDataset(args.samples, args.seed)
     measured = [dataset.lengths(index).length for index in range(args.samples)]
     answers = [len(dataset.recipe(index).answer) + 1 for index in range(args.samples)]
-    return MinibatchLoader(
-        dataset,
+    sampler = MinibatchSampler(
         measured,
-        list,
-        rank,
-        world_size,
+        world_size=world_size,
         minibatch_size=args.minibatch_size,
         cost=costs(config)["language"],
         policy="none" if args.balance == "none" else POLICIES[args.comm],
         max_tokens=args.max_tokens,
-        num_loss_tokens=answers,
         seed=args.seed,
     )
+    return MinibatchLoader(dataset, sampler, list, rank, num_loss_tokens=answers)
 
 
 def spans(timeline: Timeline | None) -> Any:

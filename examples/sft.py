@@ -44,7 +44,19 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import odc
-from odc.balance import MinibatchLoader, StreamLoader, TransformerCost, count_loss_tokens, pack_collate
+from odc.balance import (
+    AlignedGroups,
+    EqualMinibatches,
+    EqualSteps,
+    Grouping,
+    MinibatchLoader,
+    MinibatchSampler,
+    Order,
+    StreamLoader,
+    TransformerCost,
+    count_loss_tokens,
+    pack_collate,
+)
 
 PADDED = ("dgap", "steps")
 """Streams of padded microbatches, as many on every rank; "minibatch" is packed."""
@@ -144,36 +156,35 @@ def build_loader(
         sft_data.prepare(args.data, sft_data.DataConfig(max_length=args.max_tokens))
     dist.barrier()
     dataset = sft_data.load(args.data)
+    rank, world_size, cost = dist.get_rank(), dist.get_world_size(), TransformerCost.from_config(config)
     if args.stream:
+        is_padded = args.stream in PADDED
+        aligned = {
+            "dgap": AlignedGroups(),
+            "steps": EqualSteps(cost),
+            "minibatch": EqualMinibatches(args.minibatch_size, cost),
+        }
         return StreamLoader(
             dataset,
-            sft_data.pad_collate if args.stream in PADDED else pack_collate,
-            dist.get_rank(),
-            dist.get_world_size(),
-            max_tokens=args.max_tokens,
+            sft_data.pad_collate if is_padded else pack_collate,
+            rank,
+            world_size,
             length=lambda sample: sample["input_ids"].size,
             num_loss_tokens=lambda sample: count_loss_tokens(sample["labels"]),
-            grouping="token-budget" if args.stream in PADDED else "pack",
-            align=args.stream,
-            minibatch_size=None if args.stream in PADDED else args.minibatch_size,
-            cost=TransformerCost.from_config(config),
-            pool_size=args.pool_size,
-            seed=args.seed,
+            grouping=Grouping("token-budget" if is_padded else "pack", args.max_tokens, args.pool_size),
+            align=aligned[args.stream],
+            order=Order(seed=args.seed),
         )
-    return MinibatchLoader(
-        dataset,
+    sampler = MinibatchSampler(
         dataset.lengths,
-        pack_collate,
-        dist.get_rank(),
-        dist.get_world_size(),
+        world_size=world_size,
         minibatch_size=args.minibatch_size,
-        cost=TransformerCost.from_config(config),
+        cost=cost,
         policy=args.policy,
         max_tokens=args.max_tokens,
-        num_loss_tokens=dataset.num_loss_tokens,
-        comm=comm,
         seed=args.seed,
     )
+    return MinibatchLoader(dataset, sampler, pack_collate, rank, num_loss_tokens=dataset.num_loss_tokens, comm=comm)
 
 
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:

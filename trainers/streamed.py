@@ -1,7 +1,7 @@
 """Balanced minibatches of samples whose lengths are known only once they are read: a stream replaces a prepared loader.
 
 The length of a sample is that of the user's collator's output for it, computed in a worker if there are any. Ranks fill
-equal quotas of cost (:class:`~odc.balance.StreamLoader`, ``align="minibatch"``). So a step has other samples than
+equal quotas of cost (:class:`~odc.balance.StreamLoader`, ``EqualMinibatches``). So a step has other samples than
 without balancing, but the same number on average, and an epoch has the same number of steps. A trainer's checkpoints
 hold the position of the stream: a file of each rank, in the folder of its random state.
 """
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
-from odc.balance import StreamLoader
+from odc.balance import EqualMinibatches, Grouping, Order, StreamLoader
 from odc.balance.data.collate import IGNORED
-from odc.balance.data.from_torch import workers_of
+from odc.balance.data.from_torch import read_options_of
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers.batches import Bundle, Microbatch, StepEnd, cut
 from odc.trainers.checks import check_rows
@@ -164,11 +164,11 @@ def streamed_loader(
     check_loader(loader, world_size)
     batch_size = batch_size_of(loader, world_size)
     is_iterable = isinstance(loader.dataset, IterableDataset)
-    where: dict[str, Any] = {"infinite": is_iterable and num_steps is not None}
     if is_iterable:
-        dataset, where["iterable_yields"] = own_part(loader, rank, world_size)
+        dataset, iterable_yields = own_part(loader, rank, world_size)
+        order = Order(infinite=num_steps is not None, iterable_yields=iterable_yields)
     else:
-        dataset, where["sampler"] = loader.dataset, AgreedOrder(loader, rank)
+        dataset, order = loader.dataset, Order(sampler=AgreedOrder(loader, rank))
     minibatch_size = batch_size * accumulation_steps
     if options.pool_size is not None and options.pool_size < 4 * minibatch_size:
         raise ConfigError(
@@ -182,20 +182,23 @@ def streamed_loader(
         packer,
         rank,
         world_size,
-        max_tokens=options.max_tokens,
         transform=_Collated(loader.collate_fn, check_rows(configs, 1, options.max_tokens)),
         length=_num_tokens,
-        grouping="pack",
-        pool_size=options.pool_size or max(_LEAST_POOL, _POOLED_MINIBATCHES * minibatch_size),
-        align="minibatch",
-        minibatch_size=minibatch_size,
-        cost=options.cost or default_cost(next(iter(configs), None)),
+        grouping=Grouping(
+            "pack",
+            max_tokens=options.max_tokens,
+            pool_size=options.pool_size or max(_LEAST_POOL, _POOLED_MINIBATCHES * minibatch_size),
+        ),
+        align=EqualMinibatches(
+            minibatch_size,
+            cost=options.cost or default_cost(next(iter(configs), None)),
+            timeout_s=timeout_s,
+        ),
+        order=order,
         loss_scaling="none",  # the trainer counts the labels of all ranks
         check_batches=False,
         group=group,
-        exchange_timeout_s=timeout_s,
-        **where,
-        **workers_of(loader),
+        read=read_options_of(loader),
     )
     batches = StreamedBatches(stream, packer, accumulation_steps, batch_size, num_steps if is_iterable else None)
     return DataLoaderShard(

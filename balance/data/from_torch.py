@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch.utils import data as torch_data
 
 from odc.balance.data.collate import IGNORED
+from odc.balance.data.old_names import as_objects
+from odc.balance.data.order import Order
+from odc.balance.data.reader import ReadOptions
 from odc.balance.data.stream import StreamLoader
 from odc.errors import shown
 
@@ -17,7 +20,6 @@ from odc.errors import shown
 def stream(
     dataloader: torch_data.DataLoader[Any],
     *,
-    max_tokens: int,
     length: Callable[[Any], int],
     dummy: Callable[[], Any] | None = None,
     **options: Any,
@@ -25,18 +27,18 @@ def stream(
     """Make a :class:`~odc.balance.StreamLoader` from a DataLoader: the same samples and ``collate_fn``, in batches of a
     token budget.
 
-    Defaults of the arguments come from the DataLoader: ``dataset``, ``collate_fn``, ``num_workers`` and how workers
-    start; ``shuffle`` and ``seed`` of its sampler, or the sampler itself if it is not one of torch's (it must give the
-    same order on all ranks). Without ``mesh``, rank and world size are those of a ``DistributedSampler``, otherwise of
-    ``torch.distributed``. The batch size is used only for ``grouping="pool-sort"`` and "none". ``drop_last`` is
-    ignored: no sample is left out. The DataLoader is not changed.
+    Defaults of the arguments come from the DataLoader: ``dataset``, ``collate_fn``, ``read``, and ``order`` with the
+    shuffle and seed of its sampler, or with the sampler itself if it is not one of torch's (then it must give the same
+    order on all ranks).
+    Without ``mesh``, rank and world size are those of a ``DistributedSampler``, otherwise of ``torch.distributed``.
+    ``batch_size`` and ``drop_last`` are ignored: no sample is left out. The DataLoader is not changed.
 
     Args:
         dataloader: a DataLoader of a dataset with indices or of an iterable.
-        max_tokens, length: see :class:`~odc.balance.StreamLoader`.
+        length: see :class:`~odc.balance.StreamLoader`.
         dummy: makes the batch for a step in which this rank has no samples. Default: the batch of one sample of this
             rank, with all ``"labels"`` -100.
-        options: further arguments of :class:`~odc.balance.StreamLoader`.
+        options: ``grouping``, and further arguments of :class:`~odc.balance.StreamLoader`.
 
     Raises:
         TypeError: ``dataloader`` is not a DataLoader.
@@ -45,7 +47,8 @@ def stream(
     Example:
         >>> from torch.utils.data import DataLoader
         >>> dataloader = DataLoader(dataset, batch_size=4, shuffle=True, collate_fn=pad)  # pad to the longest
-        >>> loader = stream(dataloader, max_tokens=64, length=lambda sample: len(sample["input_ids"]))
+        >>> budget = Grouping("token-budget", max_tokens=64)
+        >>> loader = stream(dataloader, grouping=budget, length=lambda sample: len(sample["input_ids"]))
         >>> batches = [batch for minibatch in loader for batch in minibatch.microbatches]
         >>> max(batch["input_ids"].numel() for batch in batches) <= 64
         True
@@ -53,12 +56,13 @@ def stream(
     """
     if not isinstance(dataloader, torch_data.DataLoader):
         raise TypeError(f"dataloader={shown(dataloader)}: expected a torch.utils.data.DataLoader")
-    ranks = {} if options.get("mesh") is not None else _ranks_of(dataloader)
-    taken = {**ranks, **_order_of(dataloader), **workers_of(dataloader)}
-    if options.get("grouping") in ("pool-sort", "none") and dataloader.batch_size is not None:
-        taken["batch_size"] = dataloader.batch_size
-    collate = _Collate(dataloader.collate_fn, dummy)
-    return StreamLoader(dataloader.dataset, collate, max_tokens=max_tokens, length=length, **{**taken, **options})
+    if dataloader.batch_size is not None and options.get("grouping") in ("pool-sort", "none"):  # by its old name
+        options.setdefault("batch_size", dataloader.batch_size)
+    order, read = _order_of(dataloader), read_options_of(dataloader)
+    taken = {"order": order, "read": read, **as_objects(options, order, read)}
+    if options.get("mesh") is None:
+        taken = {**_ranks_of(dataloader), **taken}
+    return StreamLoader(dataloader.dataset, _Collate(dataloader.collate_fn, dummy), length=length, **taken)
 
 
 class _Collate:
@@ -93,9 +97,9 @@ def _ranks_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
     return {"rank": 0, "world_size": 1}
 
 
-def _order_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
+def _order_of(dataloader: torch_data.DataLoader[Any]) -> Order:
     if isinstance(dataloader.dataset, torch_data.IterableDataset):
-        return {}
+        return Order()
     sampler: Any = dataloader.sampler
     if dataloader.batch_size is None and dataloader.batch_sampler is not None:  # given by the user
         if type(dataloader.batch_sampler) is not torch_data.BatchSampler:
@@ -106,25 +110,25 @@ def _order_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
             )
         sampler = dataloader.batch_sampler.sampler
     if isinstance(sampler, torch_data.DistributedSampler):
-        return {"shuffle": sampler.shuffle, "seed": sampler.seed}
+        return Order(shuffle=sampler.shuffle, seed=sampler.seed)
     if type(sampler) is torch_data.SequentialSampler:
-        return {"shuffle": False}
+        return Order(shuffle=False)
     is_plain = type(sampler) is torch_data.RandomSampler and not sampler.replacement
     if is_plain and len(sampler) == len(dataloader.dataset):  # type: ignore[arg-type]
         generator = sampler.generator
-        return {"shuffle": True, "seed": 0 if generator is None else generator.initial_seed()}
-    return {"sampler": sampler}
+        return Order(seed=0 if generator is None else generator.initial_seed())
+    return Order(sampler=sampler)
 
 
-def workers_of(dataloader: torch_data.DataLoader[Any]) -> dict[str, Any]:
-    """How its workers start and work, as arguments of a loader of ours."""
+def read_options_of(dataloader: torch_data.DataLoader[Any]) -> ReadOptions:
+    """How its workers start and work."""
     if not dataloader.num_workers:
-        return {}
-    return {
-        "num_workers": dataloader.num_workers,
-        "prefetch_factor": dataloader.prefetch_factor,
-        "persistent_workers": dataloader.persistent_workers,
-        "multiprocessing_context": dataloader.multiprocessing_context,
-        "worker_init_fn": dataloader.worker_init_fn,
-        **({"worker_timeout_s": dataloader.timeout} if dataloader.timeout else {}),
-    }
+        return ReadOptions()
+    return ReadOptions(
+        num_workers=dataloader.num_workers,
+        prefetch_factor=dataloader.prefetch_factor,
+        persistent_workers=dataloader.persistent_workers,
+        multiprocessing_context=dataloader.multiprocessing_context,
+        worker_init_fn=dataloader.worker_init_fn,
+        worker_timeout_s=dataloader.timeout or ReadOptions.worker_timeout_s,
+    )

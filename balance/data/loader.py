@@ -7,26 +7,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.context import BaseContext
 from typing import Any, Generic
 
 import numpy.typing as npt
 from torch.distributed.device_mesh import DeviceMesh
 
 from odc.balance.checks import as_count, as_one_of, fingerprint
-from odc.balance.costs import CostModel
 from odc.balance.data.ahead import ahead
 from odc.balance.data.iteration import COMMS, Comm, Iterations, check_counts, check_state, filled_up
 from odc.balance.data.loss_tokens import as_loss_tokens
 from odc.balance.data.microbatches import BatchT, Dataset, MicrobatchDataset, SampleT
+from odc.balance.data.old_names import lengths_for_sampler
 from odc.balance.data.place import Place
-from odc.balance.data.reader import Reader
+from odc.balance.data.reader import Reader, ReadOptions
 from odc.balance.data.sampler import MinibatchSampler
 from odc.balance.late_binding.microbatches import LateMicrobatches, check_late_binding
 from odc.balance.late_binding.outlook import falling
 from odc.balance.late_binding.shares import Shares, own_store, together_on
 from odc.balance.plan import Plan, PlannedMinibatch
-from odc.balance.policies import LBMini, Policy
+from odc.balance.policies import LBMini
 from odc.balance.random_numbers import random_generator
 
 
@@ -35,9 +34,8 @@ class Minibatch(Generic[BatchT]):
     """One minibatch of one rank.
 
     Example:
-        >>> loader = MinibatchLoader(
-        ...     dataset, lengths, pack_collate, rank, world_size, minibatch_size=4, cost=LinearCost()
-        ... )
+        >>> sampler = MinibatchSampler(lengths, world_size=world_size, minibatch_size=4, cost=LinearCost())
+        >>> loader = MinibatchLoader(dataset, sampler, pack_collate, rank)
         >>> minibatch = next(iter(loader))
         >>> minibatch.num_samples  # of all ranks
         8
@@ -130,26 +128,19 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     Args:
         dataset: gives sample i as ``dataset[i]``; only samples of this rank are read.
-        lengths: tokens of each sample, (num_samples,).
+        sampler: plans the minibatches: lengths, cost model, policy, token budget, order. One for each loader.
         collate: makes a batch from a list of samples, e.g. :func:`~odc.balance.pack_collate`. For an empty microbatch
             it gets an empty list and must return a batch whose summed loss is 0. (Policies other than "lb-mini" need
             empty microbatches if they cannot divide samples evenly.)
-        rank, world_size: this process's rank, and the number of ranks.
-        mesh: instead of ``rank`` and ``world_size``, the data-parallel dimensions of a ``DeviceMesh``: ``mesh["dp"]``,
-            or ``mesh["dp_replicate", "dp_shard"]`` (counted in row-major order). Ranks that differ only in other
+        rank: this process's rank among the ``world_size`` ranks of the sampler.
+        mesh: instead of ``rank``, the data-parallel dimensions of a ``DeviceMesh``: ``mesh["dp"]``, or
+            ``mesh["dp_replicate", "dp_shard"]`` (counted in row-major order). Ranks that differ only in other
             dimensions (tensor parallelism) get the same microbatches.
-        minibatch_size, cost, policy, max_tokens, batch_size, microbatch_cost, speeds: see
-            :class:`~odc.balance.MinibatchSampler`.
-        seed, shuffle, group_by_length, drop_last: see :class:`~odc.balance.MinibatchSampler`.
         num_loss_tokens: tokens of each sample that have a loss, (num_samples,); see
             :func:`~odc.balance.count_loss_tokens`. Default: ``lengths - 1``, all tokens but the first, which no token
             predicts.
         check_loss_tokens: compare ``num_loss_tokens`` with ``batch["labels"]`` if a batch has them. Turn this off if
             labels are not like those of :func:`~odc.balance.pack_collate`.
-        num_workers: processes that read ahead. 0: this process reads samples when the loop asks for their minibatch.
-            This argument and the worker arguments below work as in ``torch.utils.data.DataLoader``, with a microbatch
-            as the batch.
-        prefetch_factor: microbatches that each worker prepares in advance; default 2.
         comm: whether ranks may have different numbers of microbatches (policy "lb-mini"). "odc": they may.
             "collective": ranks with fewer microbatches also get empty ones, so that all have the same number. "auto",
             the default: they may; but if ``torch.distributed`` has several ranks and ODC is not active in this process
@@ -161,35 +152,21 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             of ranks that compute together (``mesh``), one chooses for all. Each step has the same samples, but
             gradients are summed in an order that differs between runs. ``microbatch_cost`` is the cost of one more
             microbatch. Without training (inspection, evaluation) the loader yields the planned microbatches.
-        pin_memory: copy the tensors of the batches into pinned memory, for faster copies to the GPU.
-        persistent_workers: keep the workers between epochs, until the loader is closed or deleted.
-        multiprocessing_context: how workers start: "fork", "spawn", "forkserver", or a context. "spawn" and
-            "forkserver" pickle ``dataset``, ``collate`` and ``worker_init_fn``. Default: Python's.
-        worker_timeout_s: maximum seconds to wait for one microbatch of a worker; 0: no limit, as in torch.
-        worker_init_fn: called in each worker with its number, from 0, before it reads. ``dataset`` is
-            ``torch.utils.data.get_worker_info().dataset.dataset`` there.
+        read: worker processes and pinned memory.
 
     Raises:
-        ValueError: an argument is out of range, a worker argument is given without workers, or the numbers of lengths
-            and samples differ. While iterating: labels and ``num_loss_tokens`` disagree, or a packed batch has more
-            tokens than a given ``max_tokens``.
-        TypeError: ``policy`` is neither a name nor a policy.
+        ValueError: an argument is out of range, the numbers of lengths and samples differ, or the sampler is for
+            another number of ranks than the mesh has. While iterating: labels and ``num_loss_tokens`` disagree, or a
+            packed batch has more tokens than a given ``max_tokens``.
         RuntimeError: while iterating: ranks have different numbers of microbatches and ``comm="auto"`` finds no active
             ODC; a worker died or timed out; or another iteration has ended this one. Errors of ``dataset`` and
             ``collate`` keep their type, and name the samples.
 
     Example:
         >>> session = odc.patch_fsdp(model)
-        >>> loader = MinibatchLoader(
-        ...     dataset,
-        ...     lengths,
-        ...     pack_collate,
-        ...     rank,
-        ...     world_size,
-        ...     minibatch_size=4,
-        ...     max_tokens=64,
-        ...     cost=TransformerCost.from_config(model.config),
-        ... )
+        >>> cost = TransformerCost.from_config(model.config)
+        >>> sampler = MinibatchSampler(lengths, world_size=world_size, minibatch_size=4, max_tokens=64, cost=cost)
+        >>> loader = MinibatchLoader(dataset, sampler, pack_collate, rank)
         >>> for minibatch in loader:
         ...     for batch in minibatch.microbatches:
         ...         (loss(model, batch) * minibatch.loss_scale).backward()  # summed over tokens, with use_cache=False
@@ -200,74 +177,40 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         >>> session.close()
     """
 
+    @lengths_for_sampler
     def __init__(
         self,
         dataset: Dataset[SampleT],
-        lengths: npt.ArrayLike,
+        sampler: MinibatchSampler,
         collate: Callable[[list[SampleT]], BatchT],
         rank: int | None = None,
-        world_size: int | None = None,
         *,
         mesh: DeviceMesh | None = None,
-        minibatch_size: int,
-        cost: CostModel,
-        policy: str | Policy = "lb-mini",
-        max_tokens: int | None = None,
-        batch_size: int | None = None,
-        microbatch_cost: float = 0.0,
-        speeds: npt.ArrayLike | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        group_by_length: bool = False,
-        drop_last: bool = True,
         num_loss_tokens: npt.ArrayLike | None = None,
         check_loss_tokens: bool = True,
         comm: Comm = "auto",
         late_binding: bool = False,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
-        pin_memory: bool = False,
-        persistent_workers: bool = False,
-        multiprocessing_context: str | BaseContext | None = None,
-        worker_timeout_s: float = 600.0,
-        worker_init_fn: Callable[[int], None] | None = None,
+        read: ReadOptions = ReadOptions(),
     ) -> None:
-        place = Place.of(rank, world_size, mesh)
+        place = Place.of(rank, sampler.world_size if mesh is None else None, mesh)
+        if place.world_size != sampler.world_size:
+            raise ValueError(
+                f"a mesh of {place.world_size} ranks, and a sampler for world_size={sampler.world_size}: expected "
+                f"MinibatchSampler(..., world_size=mesh.size())"
+            )
         self.rank = place.rank
-        self.sampler = MinibatchSampler(
-            lengths,
-            minibatch_size=minibatch_size,
-            world_size=place.world_size,
-            policy=policy,
-            cost=cost,
-            max_tokens=max_tokens,
-            batch_size=batch_size,
-            microbatch_cost=microbatch_cost,
-            speeds=speeds,
-            seed=seed,
-            shuffle=shuffle,
-            group_by_length=group_by_length,
-            drop_last=drop_last,
-        )
+        self.sampler = sampler
         self.comm: Comm = as_one_of(comm, "comm", COMMS)
-        self.num_loss_tokens = as_loss_tokens(self.sampler.lengths, num_loss_tokens)
+        self.num_loss_tokens = as_loss_tokens(sampler.lengths, num_loss_tokens)
         self._dataset = MicrobatchDataset(
             dataset,
             collate,
             self.num_loss_tokens if check_loss_tokens else None,
-            self.sampler.lengths,
-            None if max_tokens is None else self.sampler.max_tokens,
+            sampler.lengths,
+            sampler.max_tokens if sampler.has_limit else None,
         )
-        self._reader = Reader[list[int], BatchT](
-            self._dataset,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            persistent_workers=persistent_workers,
-            multiprocessing_context=multiprocessing_context,
-            worker_timeout_s=worker_timeout_s,
-            worker_init_fn=worker_init_fn,
-        )
+        self._reader = Reader[list[int], BatchT](self._dataset, read)
+        self._epoch = sampler.epoch
         self._num_yielded = 0
         self._start = 0
         self._iterations = Iterations()
@@ -280,9 +223,9 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
                 place,
                 self._late_identity(),
                 own_store(),
-                self.sampler.speeds,
+                sampler.speeds,
                 together,
-                microbatch_cost,
+                sampler.microbatch_cost,
                 learns_speeds=True,
             )
 
@@ -291,6 +234,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Minibatch[BatchT]]:
+        self.set_epoch(self.sampler.epoch)  # it may have been chosen there
         self._num_yielded = self._start  # not when the first is asked for: a state taken before it has none done
         return self._iterate()
 
@@ -304,7 +248,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             plans, batches = self._read_ahead(planned_ahead, start)
             for number, planned in enumerate(plans, start):
                 self._check_counts(planned.plan, number)
-                mine = self._mine(planned, batches, f"{self.sampler.epoch}.{number}")
+                mine = self._mine(planned, batches, f"{self._epoch}.{number}")
                 self._num_yielded = number + 1
                 yield self._minibatch(planned, mine)
                 if isinstance(mine, LateMicrobatches):
@@ -323,19 +267,20 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         return [1.0] * self.sampler.world_size if self.sampler.speeds is None else self.sampler.speeds.tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the shuffle of this epoch (from 0). Call it before each epoch, on every rank.
+        """Choose the shuffle of this epoch (from 0). Call this, or the sampler's, before each epoch, on every rank.
 
         After :meth:`load_state_dict`, the epoch of the state continues where it stopped; any other starts at
         its beginning.
         """
-        if epoch != self.sampler.epoch:
+        self.sampler.set_epoch(epoch)
+        if self.sampler.epoch != self._epoch:
             self._start = self._num_yielded = 0
             self._iterations.begin()
-        self.sampler.set_epoch(epoch)
+        self._epoch = self.sampler.epoch
 
     def state_dict(self) -> dict[str, int | str]:
         """The position of the loader. A minibatch counts as done once it was yielded."""
-        return {**self.sampler.identity(), "epoch": self.sampler.epoch, "num_minibatches_done": self._num_yielded}
+        return {**self.sampler.identity(), "epoch": self._epoch, "num_minibatches_done": self._num_yielded}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, at the next iteration, after the minibatches that were done when ``state`` was taken.
@@ -349,7 +294,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         num_done = as_count(state["num_minibatches_done"], "num_minibatches_done", minimum=0)
         if num_done > len(self):
             raise ValueError(f"num_minibatches_done={num_done}: expected at most {len(self)}")
-        self.sampler.set_epoch(epoch)
+        self.set_epoch(epoch)
         self._start = self._num_yielded = num_done
         self._iterations.begin()
 
@@ -364,7 +309,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         plans = self.sampler.starting_at(start)
         for number in range(start, len(self)):
             if self._shares is not None:
-                estimates = self._shares.estimates.plan_with(self.sampler.epoch, number)
+                estimates = self._shares.estimates.plan_with(self._epoch, number)
                 self.sampler.count_with(estimates.speeds, estimates.microbatch_cost)
             planned = next(plans)
             found = replace(planned, plan=filled_up(planned.plan)) if self.comm == "collective" else planned
@@ -406,7 +351,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             return planned, None
         # The plans are read twice: by the reader, early, for what to make, and later for what that belongs to.
         plans, early = itertools.tee(planned)
-        seed = random_generator("workers", self.sampler.seed, self.sampler.epoch, self.rank, start).random_raw()
+        seed = random_generator("workers", self.sampler.seed, self._epoch, self.rank, start).random_raw()
         return plans, self._reader.read(_microbatches(early, self.rank), int(seed))
 
     def _mine(

@@ -3,43 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import numpy as np
 from torch.utils import data as torch_data
 
-from odc.balance.checks import IntArray, as_integer, fingerprint
+from odc.balance.checks import IntArray, as_count, as_integer, as_one_of, fingerprint
 from odc.balance.data.sampler import shuffled
+from odc.balance.data.samples import IterableYields
 from odc.errors import shown
 
 
+@dataclass(frozen=True, kw_only=True)
 class Order:
+    """Which samples of a dataset an epoch of a :class:`~odc.balance.StreamLoader` has, and in which order.
+
+    Raises:
+        TypeError: the sampler has no length, or cannot be iterated.
+        ValueError: ``seed`` is out of range, or there is no such value of ``iterable_yields``.
+
+    Example:
+        >>> Order(seed=3, infinite=True).shuffle
+        True
+    """
+
+    seed: int = 0
+    """Of the shuffle of a dataset with indices."""
+
+    shuffle: bool = True
+    """False keeps a dataset with indices in its order. (An iterable has its own order; ``dataset.set_epoch`` is called
+    if it exists.)"""
+
+    sampler: Iterable[int] | None = None
+    """Gives the order of a dataset with indices instead: any iterable of indices with a length, the same on all ranks.
+    It may leave out or repeat samples; its ``set_epoch`` is called if it exists. Resuming needs the same order for an
+    epoch again."""
+
+    infinite: bool = False
+    """Epochs follow each other without end, each in another order; pools are not emptied between epochs."""
+
+    iterable_yields: IterableYields = "all"
+    """What an iterable dataset yields on a rank. "all": every sample, in the same order in every rank and worker; each
+    keeps its part. "rank": only samples of this rank. "worker": only samples of this rank, and in a worker only those
+    of that worker (``torch.utils.data.get_worker_info()``)."""
+
+    def __post_init__(self) -> None:
+        as_count(self.seed, "seed", minimum=0, maximum=None)
+        as_one_of(self.iterable_yields, "iterable_yields", get_args(IterableYields))
+        if self.sampler is not None and not (hasattr(self.sampler, "__iter__") and hasattr(self.sampler, "__len__")):
+            raise TypeError(f"sampler={shown(self.sampler)}: expected an iterable of indices that has a length")
+
+
+class Indices:
     """Indices of a dataset, for every epoch and lap (an endless stream has a lap after each; so has one that ends by a
     number of samples).
 
     Args:
         size: of the dataset.
-        sampler: gives the indices of an epoch, the same on all ranks; its ``set_epoch`` is called, if there is one.
-            None: all samples, shuffled by the seed, or as they are.
-        seed, shuffle, infinite: as of :class:`~odc.balance.StreamLoader`.
 
     Raises:
-        TypeError: the sampler has no length, or cannot be iterated.
         ValueError: the sampler is empty. Later: it gives another number of indices than its length, or indices that the
             dataset has not.
     """
 
-    def __init__(self, size: int, sampler: Iterable[int] | None, seed: int, shuffle: bool, infinite: bool) -> None:
-        if sampler is not None and not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
-            raise TypeError(f"sampler={shown(sampler)}: expected an iterable of indices that has a length")
-        self.num_samples = size if sampler is None else len(sampler)  # type: ignore[arg-type]
+    def __init__(self, size: int, order: Order) -> None:
+        self._sampler: Any = order.sampler
+        self.num_samples = size if self._sampler is None else len(order.sampler)  # type: ignore[arg-type]
         if not self.num_samples:
-            raise ValueError(f"sampler={shown(sampler)} gives no indices: expected at least one")
+            raise ValueError(f"sampler={shown(self._sampler)} gives no indices: expected at least one")
         self._size = size
-        self._sampler: Any = sampler
-        self._seed = seed
-        self._shuffle = shuffle
-        self._infinite = infinite
+        self._seed = order.seed
+        self._shuffle = order.shuffle
+        self._infinite = order.infinite
         self.begin(0)
 
     def begin(self, epoch: int) -> None:

@@ -77,7 +77,7 @@ class Place:
         if not dist.is_initialized():
             raise RuntimeError(
                 f"{self.world_size} ranks exchange a vector per round: call torch.distributed.init_process_group "
-                "first, or use align='none'"
+                "first, or use Unaligned()"
             )
         whole = group or dist.GroupMember.WORLD
         ranks: list[int] = dist.get_process_group_ranks(whole) if isinstance(whole, dist.ProcessGroup) else []

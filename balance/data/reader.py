@@ -24,45 +24,76 @@ WantedT = TypeVar("WantedT")
 ItemT = TypeVar("ItemT")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How a loader reads samples: in this process, or ahead of time in worker processes.
+
+    The options work as in ``torch.utils.data.DataLoader``. One item of a worker is a microbatch in a
+    :class:`~odc.balance.MinibatchLoader`, and a few samples in a :class:`~odc.balance.StreamLoader`, which collates in
+    this process.
+
+    Raises:
+        ValueError: an option is out of range, or is about workers where there are none.
+
+    Example:
+        >>> ReadOptions(num_workers=4, prefetch_factor=8).num_ahead
+        32
+    """
+
+    num_workers: int = 0
+    """Processes that read ahead. 0: this process reads samples when the loop asks for their minibatch."""
+
+    prefetch_factor: int | None = None
+    """Items that each worker prepares in advance; default 2."""
+
+    pin_memory: bool = False
+    """Copy the tensors of the batches into pinned memory, for faster copies to the GPU. (``MinibatchLoader`` only.)"""
+
+    persistent_workers: bool = False
+    """Keep the workers between epochs, until the loader is closed or deleted."""
+
+    multiprocessing_context: str | BaseContext | None = None
+    """How workers start: "fork", "spawn", "forkserver", or a context. "spawn" and "forkserver" pickle the dataset, its
+    functions and ``worker_init_fn``. Default: Python's."""
+
+    worker_timeout_s: float = 600.0
+    """Maximum seconds to wait for one item of a worker; 0: no limit, as in torch."""
+
+    worker_init_fn: Callable[[int], None] | None = None
+    """Called in each worker with its number, from 0, before it reads. In a ``MinibatchLoader`` the dataset is
+    ``torch.utils.data.get_worker_info().dataset.dataset`` there."""
+
+    def __post_init__(self) -> None:
+        as_count(self.num_workers, "num_workers", minimum=0)
+        as_optional_count(self.prefetch_factor, "prefetch_factor")  # torch takes 0, and then yields nothing
+        as_cost(self.worker_timeout_s, "worker_timeout_s")
+        about_workers = {
+            "prefetch_factor": self.prefetch_factor,
+            "persistent_workers": self.persistent_workers or None,
+            "multiprocessing_context": self.multiprocessing_context,
+        }
+        for name, value in about_workers.items():
+            if value is not None and not self.num_workers:
+                raise ValueError(
+                    f"{name}={shown(value)} without workers: leave it out, or pass num_workers of at least 1"
+                )
+
+    @property
+    def num_ahead(self) -> int:
+        """Items that are made before the first of them is taken."""
+        return self.num_workers * (2 if self.prefetch_factor is None else self.prefetch_factor)
+
+
 class Reader(Generic[WantedT, ItemT]):
     """A ``torch.utils.data.DataLoader`` that is told at each iteration which items of a dataset to make.
 
     Args:
         dataset: gives ``dataset[wanted]`` for what is wanted: the samples of a microbatch, say.
-        num_workers, ...: as of :class:`~odc.balance.MinibatchLoader`.
-
-    Raises:
-        ValueError: an argument is out of range, or is about workers where there are none.
     """
 
-    def __init__(
-        self,
-        dataset: torch_data.Dataset[ItemT],
-        *,
-        num_workers: int,
-        prefetch_factor: int | None,
-        pin_memory: bool,
-        persistent_workers: bool,
-        multiprocessing_context: str | BaseContext | None,
-        worker_timeout_s: float,
-        worker_init_fn: Callable[[int], None] | None,
-    ) -> None:
-        num_workers = as_count(num_workers, "num_workers", minimum=0)
-        as_optional_count(prefetch_factor, "prefetch_factor")  # torch takes 0, and then yields nothing
-        timeout_s = as_cost(worker_timeout_s, "worker_timeout_s")
-        about_workers = {
-            "prefetch_factor": prefetch_factor,
-            "persistent_workers": persistent_workers or None,
-            "multiprocessing_context": multiprocessing_context,
-        }
-        for name, value in about_workers.items():
-            if value is not None and not num_workers:
-                raise ValueError(
-                    f"{name}={shown(value)} without workers: leave it out, or pass num_workers of at least 1"
-                )
-        self.num_workers = num_workers
-        self.num_ahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
-        """Items that are made before the first of them is taken."""
+    def __init__(self, dataset: torch_data.Dataset[ItemT], options: ReadOptions) -> None:
+        self.num_workers = options.num_workers
+        self.num_ahead = options.num_ahead
         self._wanted = _Wanted()
         self._generator = torch.Generator()  # or DataLoader would draw its seed from the model's
         self._make: Callable[[], torch_data.DataLoader[ItemT]] = partial(
@@ -71,13 +102,13 @@ class Reader(Generic[WantedT, ItemT]):
             batch_size=None,
             sampler=self._wanted,
             collate_fn=as_it_is,  # by default torch would make tensors of numpy arrays
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            persistent_workers=persistent_workers,
-            multiprocessing_context=multiprocessing_context,
-            timeout=timeout_s if num_workers else 0,
-            worker_init_fn=_FirstInWorker(worker_init_fn),
+            num_workers=options.num_workers,
+            prefetch_factor=options.prefetch_factor,
+            pin_memory=options.pin_memory,
+            persistent_workers=options.persistent_workers,
+            multiprocessing_context=options.multiprocessing_context,
+            timeout=options.worker_timeout_s if options.num_workers else 0,
+            worker_init_fn=_FirstInWorker(options.worker_init_fn),
             generator=self._generator,
         )
         self._loader = self._make()

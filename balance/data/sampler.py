@@ -29,8 +29,8 @@ class MinibatchSampler:
         lengths: tokens of each sample of the dataset, at least 1 each and at most 2**53 in all.
         minibatch_size: samples per rank in a minibatch; a global minibatch has ``world_size`` times as many.
         world_size: number of ranks.
-        policy: a name for :func:`~odc.balance.get_policy`, or a policy.
         cost: cost model.
+        policy: a name for :func:`~odc.balance.get_policy`, or a policy.
         max_tokens: maximum tokens per microbatch; default: the longest sample of the dataset (paper section 5.1).
         batch_size: samples per rank that a two-level policy ("verl-native") balances together before it cuts them into
             minibatches; a multiple of ``minibatch_size``. In RL these are the samples of one rollout. Default: all
@@ -49,7 +49,7 @@ class MinibatchSampler:
 
     Example:
         >>> lengths = [5, 90, 30, 40, 80, 10, 20, 60]
-        >>> sampler = MinibatchSampler(lengths, minibatch_size=2, world_size=2, policy="lb-mini", cost=LinearCost())
+        >>> sampler = MinibatchSampler(lengths, minibatch_size=2, world_size=2, cost=LinearCost())
         >>> for planned in sampler:
         ...     print(planned.of_rank(0), planned.of_rank(1))
         [[3, 2, 6]] [[1]]
@@ -62,8 +62,8 @@ class MinibatchSampler:
         *,
         minibatch_size: int,
         world_size: int,
-        policy: str | Policy,
         cost: CostModel,
+        policy: str | Policy = "lb-mini",
         max_tokens: int | None = None,
         batch_size: int | None = None,
         microbatch_cost: float = 0.0,
@@ -79,6 +79,8 @@ class MinibatchSampler:
         self.policy = policy if isinstance(policy, Policy) else get_policy(policy)
         self.cost = cost
         self.max_tokens = as_count(self.lengths.max(initial=1) if max_tokens is None else max_tokens, "max_tokens")
+        self.has_limit = max_tokens is not None
+        """Whether ``max_tokens`` was given."""
         self.seed = as_count(seed, "seed", minimum=0, maximum=None)
         self.shuffle = shuffle
         self.group_by_length = group_by_length
@@ -109,6 +111,11 @@ class MinibatchSampler:
     def speeds(self) -> FloatArray | None:
         """The speed of each rank, (world_size,), for the minibatches that are planned next; None: all are equal."""
         return self._job.speeds
+
+    @property
+    def microbatch_cost(self) -> float:
+        """The fixed cost of a microbatch, for the minibatches that are planned next."""
+        return self._job.microbatch_cost
 
     def count_with(self, speeds: FloatArray | None, microbatch_cost: float | None = None) -> None:
         """Use these speeds of ranks and this fixed cost of microbatches for the next plans (None: as before)."""
@@ -158,13 +165,13 @@ class MinibatchSampler:
     def starting_at(self, first: int) -> Iterator[PlannedMinibatch]:
         """The minibatches of the current epoch from number ``first`` on; earlier ones are not packed."""
         first = as_count(first, "first", minimum=0)
-        order = self._order()
+        epoch, order = self.epoch, self._order()  # another one may be chosen while these are planned
         if self.drop_last:
             order = order[: len(self) * self.global_size]
         per_batch = self.batch_size // self.minibatch_size
         for batch in range(first // per_batch, -(-len(self) // per_batch)):
             samples = order[batch * self.batch_size * self.world_size :][: self.batch_size * self.world_size]
-            seed = int(random_generator("batch", self.seed, self.epoch, batch).random_raw())
+            seed = int(random_generator("batch", self.seed, epoch, batch).random_raw())
             skipped = max(0, first - batch * per_batch)
             for minibatch in self.policy.plan_batch(self._job.of(samples), self.minibatch_size, seed, skipped):
                 yield PlannedMinibatch(samples[minibatch.samples], minibatch.plan)

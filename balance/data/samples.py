@@ -12,13 +12,13 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from odc.balance.checks import as_integer, as_one_of
+from odc.balance.checks import as_integer
 from odc.balance.data.reader import name_samples
 from odc.errors import shown
 
@@ -161,7 +161,6 @@ class SampleDataset(torch_data.Dataset[Any]):
     """The state of the dataset before another one was loaded, if one was."""
 
     def __post_init__(self) -> None:
-        as_one_of(self.iterable_yields, "iterable_yields", get_args(IterableYields))
         self._has_state = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
 
     def __getitem__(self, request: Read | Continue | None) -> Chunk | bytes | torch.Tensor | None:

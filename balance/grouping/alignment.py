@@ -1,96 +1,213 @@
-"""Alignments of ranks by name: their rounds, and which options go together."""
+"""Alignments: how the ranks of a stream are kept equal, and which rounds that makes."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from odc.balance.checks import FloatArray, as_count, as_one_of, as_optional_count
-from odc.balance.costs import CostModel, evaluate
+from odc.balance.checks import FloatArray, as_cost, as_count, as_one_of
+from odc.balance.costs.models import CostModel, LinearCost, check_cost, evaluate
 from odc.balance.grouping.methods import Grouping
 from odc.balance.grouping.rounds import AlignedRounds, EqualStepRounds, FreeRounds, QuotaRounds, Rounds
+from odc.errors import shown
 
-Align = Literal["dgap", "steps", "minibatch", "none"]
-"""See :class:`~odc.balance.StreamLoader`."""
+_LONGEST_S = 10.0 * 365 * 86400
 
 
-@dataclass(frozen=True)
-class Alignment:
-    """What the ranks of a stream have in common. The arguments are those of :class:`~odc.balance.StreamLoader`.
+class Alignment(ABC):
+    """What the ranks of a stream agree on. What a subclass has no field for is as it is here."""
 
-    Raises:
-        ValueError: there is no such way, or an argument makes no sense beside another.
-    """
+    name: ClassVar[str]
+    """What states of loaders know it by."""
 
-    name: Align
-    grouping: Grouping
-    pool_size: int
-    rank: int
-    world_size: int
-    cost: CostModel
+    communicates: ClassVar[bool] = True
+    uses_cost: ClassVar[bool] = False
+    cost: CostModel = LinearCost()
+    gradient_accumulation_steps: int = 1
     minibatch_size: int | None = None
-    accumulated: int = 1
-    """Steps that make one minibatch (``gradient_accumulation_steps``)."""
-
     join: bool = True
+    late_binding: bool = False
+    microbatch_cost: float = 0.0
+    timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        as_one_of(self.name, "align", get_args(Align))
-        as_count(self.accumulated, "gradient_accumulation_steps")
-        as_optional_count(self.minibatch_size, "minibatch_size")
-        if self.name == "minibatch":
-            if self.minibatch_size is None:
-                raise ValueError(
-                    "align='minibatch' needs minibatch_size, the samples of a rank in a minibatch on average"
-                )
-            if self.pool_size < 4 * self.minibatch_size:
-                raise ValueError(
-                    f"pool_size={self.pool_size} with minibatch_size={self.minibatch_size}: expected at least four "
-                    "times as many, as some are chosen from while others are trained on; 16 times balance well"
-                )
-            if self.accumulated > 1:
-                raise ValueError(
-                    f"gradient_accumulation_steps={self.accumulated} with align='minibatch', whose minibatches have as "
-                    "many microbatches as their samples need: raise minibatch_size instead"
-                )
-        elif self.minibatch_size is not None:
-            raise ValueError(
-                f"minibatch_size={self.minibatch_size} with align={self.name!r}, whose minibatches are as many "
-                "samples as fit into their microbatches: leave it out, or use align='minibatch'"
-            )
-        if self.name == "steps" and self.grouping.name != "token-budget":
-            raise ValueError(
-                f"grouping={self.grouping.name!r} with align='steps', which makes padded groups of equal cost itself: "
-                "leave grouping at 'token-budget'"
-            )
-        if not self.join and self.name != "dgap":
-            raise ValueError(f"join=False with align={self.name!r}: it is a way to end the rounds of align='dgap'")
+        check_cost(self.cost)
+        as_count(self.gradient_accumulation_steps, "gradient_accumulation_steps")
+        if not 0 < as_cost(self.timeout_s, "timeout_s") <= _LONGEST_S:
+            raise ValueError(f"timeout_s={shown(self.timeout_s)}: expected more than 0, at most {_LONGEST_S:g}")
 
-    @property
-    def among(self) -> tuple[int, int]:
-        """This rank, and how many there are, of those that agree on steps."""
-        return (0, 1) if self.name == "none" else (self.rank, self.world_size)
+    def check(self, grouping: Grouping) -> None:  # noqa: B027  # most go with any
+        """Refuse a grouping that this alignment cannot go with.
 
-    def rounds(self, num_samples: int | None) -> Rounds:
+        Raises:
+            ValueError: names both.
+        """
+
+    @abstractmethod
+    def rounds(self, grouping: Grouping, rank: int, world_size: int, num_samples: int | None) -> Rounds:
         """With an empty pool.
 
         Args:
             num_samples: of an epoch, all ranks together; None: not known, or without end.
         """
-        arguments = (self.grouping, self.pool_size, *self.among)
-        if self.name == "dgap":
-            return AlignedRounds(*arguments, joins=self.join)
-        if self.name == "steps":
-            return EqualStepRounds(*arguments, cost=self.cost)
-        if self.name == "minibatch":
-            assert self.minibatch_size is not None
-            return QuotaRounds(*arguments, minibatch_size=self.minibatch_size, num_samples=num_samples)
-        return FreeRounds(*arguments)
 
-    def costs_of_some(self) -> FloatArray:
+    def costs_of_some(self, max_tokens: int) -> FloatArray:
         """Of 16 lengths from 1 to the longest, which tell cost models apart; none where costs do not matter."""
-        if self.name not in ("steps", "minibatch"):
+        if not self.uses_cost:
             return np.zeros(0)
-        return evaluate(self.cost, np.unique(np.geomspace(1, self.grouping.max_tokens, num=16).astype(np.int64)))
+        return evaluate(self.cost, np.unique(np.geomspace(1, max_tokens, num=16).astype(np.int64)))
+
+
+@dataclass(frozen=True)
+class AlignedGroups(Alignment):
+    """All ranks have the same number of steps with one microbatch each, as collectives need.
+
+    Groups are split or put back into pools until numbers are equal (ODB: the distributed group alignment problem). One
+    exchange per round of steps.
+
+    Example:
+        >>> AlignedGroups(gradient_accumulation_steps=4).join
+        True
+    """
+
+    name = "dgap"
+
+    join: bool = True
+    """Continue until no rank has samples left. False: an epoch ends once the number of trained samples equals the size
+    of the dataset. Whenever a rank has no samples left, the data restarts in another order, so some samples of an epoch
+    come twice and others not at all. An iterable of unknown size ends instead of restarting."""
+
+    gradient_accumulation_steps: int = 1
+    """Steps per minibatch."""
+
+    timeout_s: float = 1800.0
+    """Maximum seconds to wait for the other ranks."""
+
+    def rounds(self, grouping: Grouping, rank: int, world_size: int, num_samples: int | None) -> Rounds:
+        return AlignedRounds(grouping, rank, world_size, joins=self.join)
+
+
+@dataclass(frozen=True)
+class EqualSteps(Alignment):
+    """All ranks have the same number of steps, and the padded microbatches of a step have about the same cost.
+
+    Each rank knows the lengths in all pools. These microbatches replace the groups of ``Grouping("token-budget")``. One
+    exchange per round of steps.
+
+    Example:
+        >>> EqualSteps(cost=QuadraticCost(1e-2, 1.0)).gradient_accumulation_steps
+        1
+    """
+
+    name = "steps"
+    uses_cost = True
+
+    cost: CostModel = LinearCost()
+    """Cost model of a sample."""
+
+    gradient_accumulation_steps: int = 1
+    """Steps per minibatch."""
+
+    timeout_s: float = 1800.0
+    """Maximum seconds to wait for the other ranks."""
+
+    def check(self, grouping: Grouping) -> None:
+        if grouping.name != "token-budget":
+            raise ValueError(
+                f"grouping={grouping.name!r} with align={self.name!r}, which makes padded groups of equal cost itself: "
+                "expected Grouping('token-budget')"
+            )
+
+    def rounds(self, grouping: Grouping, rank: int, world_size: int, num_samples: int | None) -> Rounds:
+        return EqualStepRounds(grouping, rank, world_size, cost=self.cost)
+
+
+@dataclass(frozen=True)
+class EqualMinibatches(Alignment):
+    """All ranks have the same cost per minibatch, and any number of microbatches, which needs ODC.
+
+    All agree on a quota, and each fills its minibatch from its own pool. One exchange per minibatch.
+
+    Example:
+        >>> EqualMinibatches(minibatch_size=4, cost=QuadraticCost(1e-2, 1.0)).late_binding
+        False
+    """
+
+    name = "minibatch"
+    uses_cost = True
+
+    minibatch_size: int
+    """Average number of samples per rank in a minibatch; at most a quarter of the grouping's ``pool_size``. An epoch of
+    a dataset with indices has ``ceil(num_samples / (world_size * minibatch_size))`` minibatches, which is ``len()`` of
+    the loader."""
+
+    cost: CostModel = LinearCost()
+    """Cost model of a sample."""
+
+    comm: Literal["auto", "odc"] = "auto"
+    """"odc" permits different numbers of microbatches without checking that ODC is active, see
+    :class:`~odc.balance.MinibatchLoader`."""
+
+    late_binding: bool = False
+    """Ranks that finish early take samples of the same minibatch from slower ranks, see
+    :class:`~odc.balance.MinibatchLoader`. Minibatches have the same samples as without it. Needs ``Grouping("pack")``,
+    ``loss_scaling="exact"`` and a dataset with indices, whose samples any rank can read. One more exchange per
+    minibatch."""
+
+    microbatch_cost: float = 0.0
+    """With ``late_binding``, the fixed cost of a microbatch in addition to its samples, in the unit of ``cost``."""
+
+    timeout_s: float = 1800.0
+    """Maximum seconds to wait for the other ranks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_count(self.minibatch_size, "minibatch_size")
+        as_one_of(self.comm, "comm", ("auto", "odc"))
+        if as_cost(self.microbatch_cost, "microbatch_cost") and not self.late_binding:
+            raise ValueError(
+                f"microbatch_cost={shown(self.microbatch_cost)} without late_binding=True: quotas do not count "
+                "microbatches"
+            )
+
+    def check(self, grouping: Grouping) -> None:
+        if grouping.pool_size < 4 * self.minibatch_size:
+            raise ValueError(
+                f"pool_size={grouping.pool_size} with minibatch_size={self.minibatch_size}: expected at least four "
+                "times as many, as some are chosen from while others are trained on; 16 times balance well"
+            )
+        if self.late_binding and grouping.name != "pack":
+            raise ValueError(
+                f"late_binding=True with grouping={grouping.name!r}: expected 'pack', where samples leave a microbatch "
+                "and join another as they are"
+            )
+
+    def rounds(self, grouping: Grouping, rank: int, world_size: int, num_samples: int | None) -> Rounds:
+        return QuotaRounds(grouping, rank, world_size, minibatch_size=self.minibatch_size, num_samples=num_samples)
+
+
+@dataclass(frozen=True)
+class Unaligned(Alignment):
+    """No communication: ranks may have different numbers of steps.
+
+    Example:
+        >>> Unaligned(gradient_accumulation_steps=4).communicates
+        False
+    """
+
+    name = "none"
+    communicates = False
+
+    gradient_accumulation_steps: int = 1
+    """Steps per minibatch."""
+
+    def rounds(self, grouping: Grouping, rank: int, world_size: int, num_samples: int | None) -> Rounds:
+        return FreeRounds(grouping, 0, 1)
+
+
+ALIGNMENTS: dict[str, type[Alignment]] = {
+    each.name: each for each in (AlignedGroups, EqualSteps, EqualMinibatches, Unaligned)
+}

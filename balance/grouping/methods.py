@@ -1,4 +1,4 @@
-"""Groupings by name: ways in which a rank cuts its pool into microbatches, independent of other ranks."""
+"""Groupings: ways in which a rank cuts its pool into microbatches, independent of other ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from odc.balance.layout import Layout
 from odc.balance.policies.packing import pack
 from odc.errors import shown
 
-Name = Literal["token-budget", "prefer-closest", "prefer-first", "pack", "pool-sort", "none"]
-"""See :class:`~odc.balance.StreamLoader`."""
+GroupingName = Literal["token-budget", "prefer-closest", "prefer-first", "pack", "pool-sort", "none"]
+"""See :class:`~odc.balance.Grouping`."""
 
 _OF_FIXED_SIZE = ("pool-sort", "none")
 _BEST_FIT = ("prefer-closest", "prefer-first", "pack")
@@ -23,26 +23,42 @@ _BEST_FIT = ("prefer-closest", "prefer-first", "pack")
 
 @dataclass(frozen=True)
 class Grouping:
-    """Cuts pools into groups.
+    """How a rank of a :class:`~odc.balance.StreamLoader` cuts its pool of samples into microbatches.
 
     Raises:
-        ValueError: there is no such grouping, a size is missing, or given where it means nothing.
+        ValueError: there is no grouping of this name; a size is out of range, missing, or means nothing here.
+
+    Example:
+        >>> Grouping("pack", max_tokens=16_384).layout
+        'packed'
+        >>> Grouping("pool-sort", max_tokens=16_384, batch_size=4).layout
+        'padded'
     """
 
-    name: Name
+    name: GroupingName
+    """"token-budget": padded batches of similar lengths and about ``max_tokens`` (Online Dynamic Batching).
+    "prefer-closest", "prefer-first": padded batches around the oldest sample, as full as possible (load-balanced
+    dynamic batching). "pack": the same for packed batches. "pool-sort": the sorted pool in batches of ``batch_size``,
+    shuffled in the same way on all ranks (LengthPoolSort). "none": ``batch_size`` samples in their order. Batches of
+    the last two end early if ``max_tokens`` would be exceeded."""
+
     max_tokens: int
-    """Most tokens of a group, padding included."""
+    """Maximum tokens per microbatch, including padding. A longer sample is refused."""
 
-    batch_size: int | None
-    """Samples of a group, for the groupings that do not look at a budget first ("pool-sort", "none")."""
+    pool_size: int = 1024
+    """Maximum number of samples in a rank's pool."""
 
-    shuffle: bool
-    """Whether the groups of a sorted pool ("token-budget", "pool-sort") come in a random order; else the shortest
-    samples first."""
+    batch_size: int | None = None
+    """Samples of a microbatch, for "pool-sort" and "none"."""
+
+    shuffle: bool = True
+    """Whether the groups of a sorted pool ("token-budget", "pool-sort") come in a random order, the same on all aligned
+    ranks. Otherwise the shortest samples come first, as in ODB."""
 
     def __post_init__(self) -> None:
-        as_one_of(self.name, "grouping", get_args(Name))
+        as_one_of(self.name, "grouping", get_args(GroupingName))
         as_count(self.max_tokens, "max_tokens")
+        as_count(self.pool_size, "pool_size", maximum=2**20)
         if self.name in _OF_FIXED_SIZE:
             if self.batch_size is None:
                 raise ValueError(f"grouping={self.name!r} needs batch_size, the number of samples in a microbatch")

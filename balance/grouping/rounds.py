@@ -71,9 +71,9 @@ class Rounds(ABC):
     deals_anew: ClassVar[bool] = False
     """Whether the pools should be evened out by cost once nothing more comes."""
 
-    def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int) -> None:
+    def __init__(self, grouping: Grouping, rank: int, world_size: int) -> None:
         self.grouping = grouping
-        self.pool_size = pool_size
+        self.pool_size = grouping.pool_size
         self.rank = rank
         self.world_size = world_size
         self.pool: list[Entry] = []
@@ -214,8 +214,8 @@ class AlignedRounds(Rounds):
             pools then is dropped.
     """
 
-    def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int, *, joins: bool = True) -> None:
-        super().__init__(grouping, pool_size, rank, world_size)
+    def __init__(self, grouping: Grouping, rank: int, world_size: int, *, joins: bool = True) -> None:
+        super().__init__(grouping, rank, world_size)
         self.joins = joins
         self._order: list[int] = []
 
@@ -263,8 +263,8 @@ class EqualStepRounds(Rounds):
 
     deals_anew = True
 
-    def __init__(self, grouping: Grouping, pool_size: int, rank: int, world_size: int, *, cost: CostModel) -> None:
-        super().__init__(grouping, pool_size, rank, world_size)
+    def __init__(self, grouping: Grouping, rank: int, world_size: int, *, cost: CostModel) -> None:
+        super().__init__(grouping, rank, world_size)
         self._cost = cost
         self._num_steps = 0
         self._arrived: dict[int, int] = {}
@@ -346,14 +346,13 @@ class QuotaRounds(Rounds):
     def __init__(
         self,
         grouping: Grouping,
-        pool_size: int,
         rank: int,
         world_size: int,
         *,
         minibatch_size: int,
         num_samples: int | None = None,
     ) -> None:
-        super().__init__(grouping, pool_size, rank, world_size)
+        super().__init__(grouping, rank, world_size)
         self._quotas = Quotas(minibatch_size, num_samples)
         self._seen_cost = 0.0
         self._chosen = _Chosen()

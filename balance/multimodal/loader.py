@@ -92,9 +92,8 @@ class MultimodalLoader(Generic[SampleT]):
     Example:
         >>> phases = [Phase("image", image_cost), Phase("audio", audio_cost)]
         >>> orchestrator = Orchestrator(phases, Phase("language", language_cost), world_size)
-        >>> loader = MinibatchLoader(
-        ...     dataset, lengths, list, rank, world_size, minibatch_size=4, cost=language_cost, comm="odc"
-        ... )
+        >>> sampler = MinibatchSampler(lengths, world_size=world_size, minibatch_size=4, cost=language_cost)
+        >>> loader = MinibatchLoader(dataset, sampler, list, rank, comm="odc")
         >>> minibatches = MultimodalLoader(loader, split, orchestrator, rank)  # split: a sample -> SampleParts
         >>> sum(1 for minibatch in minibatches)
         4

@@ -105,7 +105,8 @@ def run_minibatch(
         >>> phases = [Phase("image", image_cost), Phase("audio", audio_cost)]
         >>> orchestrator = Orchestrator(phases, Phase("language", language_cost), world_size)
         >>> encoders = {"image": Encoder(encode_images, hidden_size), "audio": Encoder(encode_audio, hidden_size)}
-        >>> loader = MinibatchLoader(dataset, lengths, list, rank, world_size, minibatch_size=8, cost=language_cost)
+        >>> sampler = MinibatchSampler(lengths, world_size=world_size, minibatch_size=8, cost=language_cost)
+        >>> loader = MinibatchLoader(dataset, sampler, list, rank)
         >>> minibatches = MultimodalLoader(loader, split, orchestrator, rank)
         >>> session = odc.patch_fsdp(model)
         >>> items = session.exchange_items(channels_of(orchestrator.modalities), capacity_bytes=1 << 20)

@@ -99,8 +99,8 @@ def odb_epoch(
     Args:
         lengths: of the shuffled samples, (num_samples,).
     """
-    grouping = Grouping("token-budget", max_tokens, None, False)
-    rounds = [AlignedRounds(grouping, pool_size, rank, world_size, joins=joins) for rank in range(world_size)]
+    grouping = Grouping("token-budget", max_tokens, pool_size, shuffle=False)
+    rounds = [AlignedRounds(grouping, rank, world_size, joins=joins) for rank in range(world_size)]
     return stream_epoch(lengths, LinearCost(), rounds, has_indices=False)
 
 

@@ -156,16 +156,15 @@ STREAMS = ("dgap", "steps", "pool-sort", "minibatch", "minibatch/shards")
 def simulate_stream(kind: str, law: str, num_samples: int, max_tokens: int, seed: int = 0) -> StreamedEpoch:
     """One row of the second table."""
     cost = paper_cost("1.5B")
-    padded = Grouping("token-budget", max_tokens, None, True)
-    packed = Grouping("pack", max_tokens, None, True)
-    in_fours = Grouping("pool-sort", 4 * max_tokens, 4, True)
+    padded = Grouping("token-budget", max_tokens, SMALL_POOL)
+    packed = Grouping("pack", max_tokens, SMALL_POOL)
+    in_fours = Grouping("pool-sort", 4 * max_tokens, POOL_SIZE, batch_size=4)
     make: dict[str, Callable[[int], Rounds]] = {
-        "dgap": lambda rank: AlignedRounds(padded, SMALL_POOL, rank, WORLD_SIZE),
-        "steps": lambda rank: EqualStepRounds(padded, SMALL_POOL, rank, WORLD_SIZE, cost=cost),
-        "pool-sort": lambda rank: AlignedRounds(in_fours, POOL_SIZE, rank, WORLD_SIZE),
+        "dgap": lambda rank: AlignedRounds(padded, rank, WORLD_SIZE),
+        "steps": lambda rank: EqualStepRounds(padded, rank, WORLD_SIZE, cost=cost),
+        "pool-sort": lambda rank: AlignedRounds(in_fours, rank, WORLD_SIZE),
         "minibatch": lambda rank: QuotaRounds(
             packed,
-            SMALL_POOL,
             rank,
             WORLD_SIZE,
             minibatch_size=MINIBATCH_SIZE,

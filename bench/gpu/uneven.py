@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import odc
 from odc import Runtime
-from odc.balance import MinibatchLoader, QuadraticCost
+from odc.balance import MinibatchLoader, MinibatchSampler, QuadraticCost
 from odc.bench.gpu.device import cycles_per_s, spin
 from odc.bench.gpu.setting import CheckFailedError, Report, Setting, require, run_ranks
 from odc.bench.gpu.streams import Streams, create_runtime
@@ -292,11 +292,12 @@ def train(rank: Rank, steps: int) -> tuple[list[list[int]], list[float], int, li
     model = shard(language_model(), rank)
     optimizer = optimizer_of(model)
     computed, losses = list[list[int]](), list[torch.Tensor]()
+    sampler = MinibatchSampler(
+        dataset.lengths, minibatch_size=PER_RANK, world_size=rank.world_size, max_tokens=MAX_TOKENS,
+        cost=QuadraticCost(a=0.0, b=1.0),
+    )  # fmt: skip
     with odc.patch_fsdp(model, transport=rank.place.transport, timeout_s=TIMEOUT_S):
-        loader: MinibatchLoader[Sample, list[Sample]] = MinibatchLoader(
-            dataset, dataset.lengths, list, rank.rank, rank.world_size, minibatch_size=PER_RANK, max_tokens=MAX_TOKENS,
-            cost=QuadraticCost(a=0.0, b=1.0), late_binding=True,
-        )  # fmt: skip
+        loader = MinibatchLoader[Sample, list[Sample]](dataset, sampler, list, rank.rank, late_binding=True)
         for minibatch in loader:
             own, mine = torch.zeros((), device=rank.device), list[int]()
             for samples in minibatch.microbatches:

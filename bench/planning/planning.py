@@ -24,7 +24,15 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from odc.balance import MinibatchLoader, Rearrangement, TransformerCost, preset, rebalance, sample_lengths
+from odc.balance import (
+    MinibatchLoader,
+    MinibatchSampler,
+    Rearrangement,
+    TransformerCost,
+    preset,
+    rebalance,
+    sample_lengths,
+)
 from odc.balance.checks import FloatArray
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, spread
 from odc.bench.planning.multimodal_simulated import by_phase, draw, journeys, means, plans_of
@@ -40,16 +48,13 @@ MODEL, LAW = "MLLM-10B", "longalign"
 
 def measure_loader(num_ranks: int, samples: int, minibatches: int, repetitions: int) -> dict[str, Any]:
     """Seconds of CPU per minibatch on rank 0."""
-    loader = MinibatchLoader(
-        range(num_ranks * samples * minibatches),
+    sampler = MinibatchSampler(
         sample_lengths(LAW, num_ranks * samples * minibatches, 0),
-        list,
-        0,
-        num_ranks,
         minibatch_size=samples,
+        world_size=num_ranks,
         cost=TransformerCost.from_config(preset("qwen2.5-1.5b")),
-        comm="odc",
     )
+    loader = MinibatchLoader(range(sampler.lengths.size), sampler, list, 0, comm="odc")
     everywhere, training = [], []
     for epoch in range(repetitions):
         loader.set_epoch(epoch)

@@ -35,7 +35,7 @@ import typer
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from odc.balance import MinibatchLoader, law_names
+from odc.balance import MinibatchLoader, MinibatchSampler, law_names
 from odc.balance.checks import FloatArray
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table, check_known
 from odc.bench.harness.ranks import SILENCE_LIMIT_S, BenchError, Rank, keep_from_collector
@@ -63,11 +63,11 @@ class Case(Settings):
         return np.where(np.arange(self.ranks) == SLOW_RANK % self.ranks, self.slow, 1.0)
 
     def loader(self, rank: int, microbatch_cost: float, *, late: bool) -> MinibatchLoader[int, list[int]]:
-        lengths = self.lengths()
-        return MinibatchLoader(
-            range(lengths.size), lengths, list, rank, self.ranks, minibatch_size=self.minibatch_size, cost=self.cost(),
-            max_tokens=self.max_tokens(), microbatch_cost=microbatch_cost, late_binding=late, seed=self.seed,
+        sampler = MinibatchSampler(
+            self.lengths(), minibatch_size=self.minibatch_size, world_size=self.ranks, cost=self.cost(),
+            max_tokens=self.max_tokens(), microbatch_cost=microbatch_cost, seed=self.seed,
         )  # fmt: skip
+        return MinibatchLoader(range(sampler.lengths.size), sampler, list, rank, late_binding=late)
 
 
 @dataclass

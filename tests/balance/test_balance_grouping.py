@@ -280,7 +280,8 @@ def test_bad_arguments(call: Callable[[], object], message: str) -> None:
 def rounds_of(kind: type[Rounds], world_size: int, shuffle: bool) -> list[list[list[Step]]]:
     """Of each rank the steps of each of three rounds, from pools of 512 samples."""
     lengths = sample_lengths("sharegpt4o", 3 * 512 * world_size)
-    ranks = [kind(Grouping("token-budget", 16_384, None, shuffle), 512, rank, world_size) for rank in range(world_size)]
+    grouping = Grouping("token-budget", 16_384, pool_size=512, shuffle=shuffle)
+    ranks = [kind(grouping, rank, world_size) for rank in range(world_size)]
     found: list[list[list[Step]]] = [[] for _ in ranks]
     left = [
         [Entry(i, int(lengths[i]), 1, 0.0) for i in range(rank, lengths.size, world_size)] for rank in range(world_size)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_ranks import BusyStore, Clock, keep_time, run_at_random, run_timed
+from loaders import known_loader
 
 from odc.balance import LinearCost, MinibatchLoader, MinibatchSampler, Plan, TransformerCost, even_lengths, get_policy
 from odc.balance.checks import FloatArray
@@ -413,7 +414,7 @@ def make_loaders(
     given: dict[str, Any] = {
         "minibatch_size": 4, "max_tokens": 12, "cost": LinearCost(), "late_binding": True, **options
     }  # fmt: skip
-    return [MinibatchLoader(Rows(), LENGTHS, list, rank, 2, **given) for rank in range(2)]
+    return [known_loader(Rows(), LENGTHS, list, rank, 2, **given) for rank in range(2)]
 
 
 def shares_of(loader: MinibatchLoader[int, list[int]]) -> Shares:
@@ -523,7 +524,7 @@ def test_two_processes_at_one_place_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_it_needs_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="late_binding=True without a process group"):
-        MinibatchLoader(Rows(), LENGTHS, list, 0, 2, minibatch_size=4, cost=LinearCost(), late_binding=True)
+        known_loader(Rows(), LENGTHS, list, 0, 2, minibatch_size=4, cost=LinearCost(), late_binding=True)
 
 
 # What plans count with

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from late_ranks import Clock
+from loaders import known_loader
 
 from odc.balance import LinearCost, MinibatchLoader
 from odc.balance.data import loader as loader_module
@@ -80,7 +81,7 @@ class Job:
         return self.clock.now + 3600.0 * rank
 
     def make(self, rank: int, seed: int = 0, lengths: list[int] | None = None) -> MinibatchLoader[int, list[int]]:
-        return MinibatchLoader(
+        return known_loader(
             Rows(), lengths or self.lengths, list, rank, self.world_size, minibatch_size=self.size, max_tokens=14,
             cost=LinearCost(), late_binding=True, seed=seed,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from loaders import known_loader
 from torch.utils.data import Subset
 
 from odc.balance import (
@@ -49,7 +50,7 @@ def make_loader(
 ) -> MinibatchLoader[Sample, dict[str, torch.Tensor]]:
     counts = [count_loss_tokens(sample["labels"]) for sample in dataset]
     arguments: dict[str, Any] = {"minibatch_size": 4, "cost": COST, "num_loss_tokens": counts, **options}
-    return MinibatchLoader(dataset, lengths_of(dataset), pack_collate, rank, world_size, **arguments)
+    return known_loader(dataset, lengths_of(dataset), pack_collate, rank, world_size, **arguments)
 
 
 def token_losses(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -202,7 +203,7 @@ def test_a_microbatch_with_more_tokens_than_its_lengths_say_is_refused_by_index_
     lengths[longest] = 3
 
     def make(**options: Any) -> MinibatchLoader[Sample, dict[str, torch.Tensor]]:
-        return MinibatchLoader(
+        return known_loader(
             dataset, lengths, pack_collate, 0, 1, minibatch_size=24, cost=COST, check_loss_tokens=False, **options
         )
 
@@ -216,7 +217,7 @@ def test_tokens_that_collate_adds_count_and_padding_does_not() -> None:
 
     def make(collate: Any) -> MinibatchLoader[Any, Any]:
         arguments: dict[str, Any] = {"minibatch_size": 8, "cost": COST, "check_loss_tokens": False, "max_tokens": 20}
-        return MinibatchLoader(dataset, [10] * 8, collate, 0, 1, **arguments)
+        return known_loader(dataset, [10] * 8, collate, 0, 1, **arguments)
 
     def with_start(samples: list[Any]) -> Any:
         return pack_collate([{"input_ids": [1, *sample["input_ids"]]} for sample in samples])
@@ -418,7 +419,7 @@ def test_there_is_one_length_for_each_sample(num_lengths: int) -> None:
     dataset = make_dataset(9)
 
     def make(dataset: Any) -> Any:
-        return MinibatchLoader(dataset, [4] * num_lengths, list, 0, 1, minibatch_size=2, cost=COST)
+        return known_loader(dataset, [4] * num_lengths, list, 0, 1, minibatch_size=2, cost=COST)
 
     with pytest.raises(ValueError, match=f"{num_lengths} lengths for a dataset of 9 samples: expected one for each"):
         make(dataset)
@@ -441,7 +442,7 @@ def test_a_second_pass_over_an_epoch_begins_with_nothing_done() -> None:
 
     counts = [count_loss_tokens(sample["labels"]) for sample in dataset]
     made.append(
-        MinibatchLoader(Noting(), lengths_of(dataset), pack_collate, 0, 3, minibatch_size=4, cost=COST,
+        known_loader(Noting(), lengths_of(dataset), pack_collate, 0, 3, minibatch_size=4, cost=COST,
                         num_loss_tokens=counts)
     )  # fmt: skip
     loader = made[0]

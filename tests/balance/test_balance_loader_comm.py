@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from loaders import known_loader
 from process_ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +24,7 @@ def make_loader(rank: int, world_size: int, **options: Any) -> MinibatchLoader[i
         return torch.ones(sum(samples), 4)
 
     arguments: dict[str, Any] = {"minibatch_size": 2, "cost": QuadraticCost(1.0, 0.0), "max_tokens": 6, **options}
-    return MinibatchLoader(LENGTHS, LENGTHS, collate, rank, world_size, **arguments)
+    return known_loader(LENGTHS, LENGTHS, collate, rank, world_size, **arguments)
 
 
 def train(rank: int, world_size: int, patched: bool, comm: str, policy: str) -> tuple[list[int], list[float]]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from epochs import failure
 from kernel_cases import some_of
+from loaders import known_loader
 from test_balance_loader_workers import (
     COST,
     WORKERS,
@@ -176,7 +177,7 @@ def test_a_dataset_cannot_end_the_epoch(options: dict[str, Any]) -> None:
 def test_labels_are_checked_where_they_are_made(options: dict[str, Any]) -> None:
     dataset = Tokens()
     arguments: dict[str, Any] = {"minibatch_size": 3, "cost": COST, **options}
-    kind, message = failure(MinibatchLoader(dataset, dataset.lengths, pack_collate, 0, 1, **arguments))
+    kind, message = failure(known_loader(dataset, dataset.lengths, pack_collate, 0, 1, **arguments))
     assert kind is ValueError
     assert re.search(r"labels of samples \[.*the loss scale would be wrong", message)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loaders import known_loader
 
 from odc.balance import LinearCost, Minibatch, MinibatchLoader, QuadraticCost, loss_scale, policy_names
 
@@ -38,7 +39,7 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
 
 def make_loader(rank: int, options: dict[str, Any]) -> MinibatchLoader[int, list[int]]:
     """Its batches are lists of sample indices."""
-    return MinibatchLoader(range(len(options["lengths"])), collate=list, rank=rank, cost=COST, **options)
+    return known_loader(range(len(options["lengths"])), collate=list, rank=rank, cost=COST, **options)
 
 
 def samples_of(minibatch: Minibatch[list[int]]) -> list[int]:
@@ -108,7 +109,7 @@ def test_a_two_level_policy_resumes_in_the_middle_of_a_batch() -> None:
     lengths = list(range(1, 41))
 
     def make(batch_size: int) -> MinibatchLoader[int, list[int]]:
-        return MinibatchLoader(
+        return known_loader(
             lengths,
             lengths,
             list,

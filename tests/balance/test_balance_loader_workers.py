@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loaders import known_loader
 
 from odc.balance import Minibatch, MinibatchLoader, QuadraticCost, get_policy, pack_collate
 from odc.balance.policies import LBMini
@@ -94,7 +95,7 @@ def make_loader(rank: int = 0, **options: Any) -> MinibatchLoader[Any, dict[str,
     dataset = Tokens()
     arguments: dict[str, Any] = {"minibatch_size": 3, "cost": COST, "drop_last": False, **options}
     counts = dataset.lengths - dataset.prompts
-    return MinibatchLoader(dataset, dataset.lengths, pack_collate, rank, 4, num_loss_tokens=counts, **arguments)
+    return known_loader(dataset, dataset.lengths, pack_collate, rank, 4, num_loss_tokens=counts, **arguments)
 
 
 def make_index_loader(
@@ -103,7 +104,7 @@ def make_index_loader(
     """24 samples in their order: minibatches of 4 samples per rank, each a microbatch."""
     arguments: dict[str, Any] = {"minibatch_size": 4, "policy": "local-sort", **options}
     dataset = Indices() if dataset is None else dataset
-    return MinibatchLoader(dataset, [1] * 24, collate, rank, world_size, cost=COST, shuffle=False, **arguments)
+    return known_loader(dataset, [1] * 24, collate, rank, world_size, cost=COST, shuffle=False, **arguments)
 
 
 def assert_same(found: list[Minibatch[Any]], expected: list[Minibatch[Any]]) -> None:
@@ -141,7 +142,7 @@ def test_empty_microbatches() -> None:
     streams = []
     for num_workers in (0, 2):
         loaders = [
-            MinibatchLoader(
+            known_loader(
                 Indices(), [1] * 7, list, rank, 2, cost=COST, shuffle=False, num_workers=num_workers, **options
             )
             for rank in range(2)
@@ -156,7 +157,7 @@ def test_a_rank_without_any_microbatch(num_workers: int) -> None:
     """Fewer samples than ranks in every minibatch but the first two."""
     streams = []
     for rank in range(3):
-        loader = MinibatchLoader(
+        loader = known_loader(
             Indices(), [1] * 7, list, rank, 3, minibatch_size=1, cost=COST, drop_last=False, num_workers=num_workers
         )
         streams.append([minibatch.microbatches for minibatch in loader])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from loaders import known_loader, stream_loader
 from process_ranks import run_ranks
 from test_balance_stream import LENGTHS, Indices, Sequence, length_of, make_loader, samples_of, summary
 from test_balance_stream_state import with_states
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
 from toy_modalities import COSTS, make_sample, orchestrator, split
 
-from odc.balance import MinibatchLoader, MultimodalLoader, QuadraticCost, StreamLoader, stream
+from odc.balance import Grouping, MinibatchLoader, MultimodalLoader, QuadraticCost, StreamLoader, stream
 from odc.balance.data.place import Together
 
 DATA = ("dp_replicate", "dp_shard")
@@ -34,7 +35,7 @@ class Drawn(Indices):
 
 def known(dataset: Any = None, **options: Any) -> MinibatchLoader[Any, Any]:
     given = {**LONG, "minibatch_size": 2, "cost": QuadraticCost(1.0, 0.0), "comm": "odc", **options}
-    return MinibatchLoader(Indices(41) if dataset is None else dataset, given.pop("lengths"), list, **given)
+    return known_loader(Indices(41) if dataset is None else dataset, given.pop("lengths"), list, **given)
 
 
 def streamed(align: str, dataset: Any = None, **options: Any) -> StreamLoader[Any, Any]:
@@ -45,13 +46,13 @@ def streamed(align: str, dataset: Any = None, **options: Any) -> StreamLoader[An
 def taken_over(**options: Any) -> StreamLoader[Any, Any]:
     numbers: Any = range(len(LENGTHS))
     dataloader = DataLoader(numbers, shuffle=True, collate_fn=list)
-    return stream(dataloader, max_tokens=120, length=length_of, dummy=list, pool_size=20, **options)
+    return stream(dataloader, grouping=Grouping("token-budget", 120, 20), length=length_of, dummy=list, **options)
 
 
 def several_modalities(**options: Any) -> Any:
     samples = list(map(make_sample, range(24)))
     given = {"minibatch_size": 2, "cost": COSTS["language"], "max_tokens": 200, "comm": "odc", **options}
-    loader = MinibatchLoader(samples, [len(sample["ids"]) for sample in samples], list, **given)
+    loader = known_loader(samples, [len(sample["ids"]) for sample in samples], list, **given)
     group = {"mesh": options["mesh"]} if "mesh" in options else {"rank": options["rank"]}
     return MultimodalLoader(loader, split, orchestrator(4), **group)
 
@@ -105,7 +106,7 @@ def given_a_mesh(rank: int, world_size: int) -> dict[str, Any]:
     }
     for name, options in given.items():
         with pytest.raises((ValueError, TypeError)) as caught:
-            StreamLoader(Indices(), list, max_tokens=120, length=length_of, **options)
+            stream_loader(Indices(), list, max_tokens=120, length=length_of, **options)
         found["refused"][name] = f"{caught.type.__name__}: {caught.value}"
     parts = [mesh[DATA], mesh[DATA]._flatten("dp_cp"), mesh["dp_shard"], mesh["dp_replicate", "tp"], mesh]
     found["together"] = [Together.of(part) for part in parts]

@@ -154,11 +154,10 @@ def test_an_epoch_has_as_many_minibatches_as_fixed_ones_would_be(
 ) -> None:
     lengths = sample_lengths("longalign", num_samples, seed)
     lengths = {"shuffled": lengths, "ascending": np.sort(lengths), "descending": np.sort(lengths)[::-1]}[order]
-    grouping = Grouping("pack", int(lengths.max()), None, True)
+    grouping = Grouping("pack", int(lengths.max()), pool_size=4 * minibatch_size + slack)
     rounds = [
         QuotaRounds(
             grouping,
-            4 * minibatch_size + slack,
             rank,
             world_size,
             minibatch_size=minibatch_size,

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import some_of
+from loaders import stream_loader
 from stream_ranks import run_streams
 
 from odc.balance import Minibatch, QuadraticCost, StreamLoader, pack_collate
@@ -84,7 +85,7 @@ def make_loader(
     options = {"length": length_of, "collate": list, **options}
     collate = options.pop("collate")
     dataset = Indices() if dataset is None else dataset
-    return StreamLoader(dataset, collate, rank, world_size, align=align, grouping=grouping, **options)  # type: ignore[arg-type]
+    return stream_loader(dataset, collate, rank, world_size, align=align, grouping=grouping, **options)  # type: ignore[arg-type]
 
 
 def summary(minibatches: Any) -> list[tuple[Any, float, int, int]]:

@@ -33,19 +33,17 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
     ("options", "message"),
     [
         ({"grouping": "best"}, r"grouping='best': expected one of 'token-budget', 'prefer-closest'"),
-        ({"align": "all"}, r"align='all': expected one of 'dgap', 'steps', 'minibatch', 'none'"),
         ({"loss_scaling": "mean"}, r"loss_scaling='mean': expected one of 'exact'"),
         ({"iterable_yields": "some"}, r"iterable_yields='some': expected one of 'all', 'rank', 'worker'"),
         ({"pool_size": 0}, "pool_size=0: expected an integer of at least 1"),
         ({"max_tokens": 0}, "max_tokens=0: expected"),
         ({"rank": 1}, "rank=1: expected less than world_size=1"),
-        ({"align": "minibatch", "minibatch_size": None}, "align='minibatch' needs minibatch_size"),
-        ({"minibatch_size": 4}, "minibatch_size=4 with align='dgap'"),
-        ({"align": "minibatch", "gradient_accumulation_steps": 2}, "raise minibatch_size instead"),
+        ({"align": "minibatch", "minibatch_size": None}, "minibatch_size=None: expected an integer of at least 1"),
         ({"grouping": "pool-sort", "batch_size": None}, "grouping='pool-sort' needs batch_size"),
         ({"batch_size": 4}, "batch_size=4 with grouping='token-budget', which cuts by max_tokens"),
         ({"align": "steps", "grouping": "pack"}, "grouping='pack' with align='steps'"),
-        ({"align": "steps", "join": False}, "join=False with align='steps'"),
+        ({"pin_memory": True}, "pin_memory=True for a stream, whose batches are made in this process"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: expected"),
         ({"infinite": True, "join": False}, "join=False with infinite=True"),
         ({"align": "none", "world_size": 2, "loss_scaling": "exact"}, "pass loss_scaling='none'"),
         ({"dataset": []}, "the dataset has no samples"),
@@ -53,11 +51,14 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
         ({"sampler": []}, r"sampler=\[\] gives no indices"),
         ({"join": False, "world_size": 300}, "203 samples on 300 ranks with join=False"),
         ({"align": "minibatch", "minibatch_size": 6}, "pool_size=20 with minibatch_size=6: expected at least four"),
-        ({"exchange_timeout_s": 0}, "exchange_timeout_s=0: expected more than 0"),
+        ({"timeout_s": 0}, "timeout_s=0: expected more than 0"),
         ({"prefetch_factor": 2}, "prefetch_factor=2 without workers"),
         ({"align": "none", "infinite": True, "world_size": 300}, "203 samples on 300 ranks with join=True"),
-        ({"cost": 3.0}, "cost=3.0: expected a cost model"),
-        ({"cost": math.sqrt}, "sqrt.* fails for an array of 2 lengths .TypeError.*expected a function of an array"),
+        ({"align": "steps", "cost": 3.0}, "cost=3.0: expected a cost model"),
+        (
+            {"align": "steps", "cost": math.sqrt},
+            "sqrt.* fails for an array of 2 lengths .TypeError.*expected a function of an array",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
@@ -265,9 +266,7 @@ def test_what_cannot_be_handed_over_or_has_no_cost_is_named() -> None:
     found, text = failure(make_loader(dataset=Locks(), length=ten, num_workers=1))
     assert issubclass(found, TypeError)
     assert "when sample 5 was handed over by its worker" in text
-    found, text = failure(
-        make_loader(cost=lambda lengths: np.where(lengths > 2, np.nan, 1.0), grouping="none", batch_size=2)
-    )
+    found, text = failure(make_loader(align="steps", cost=lambda lengths: np.where(lengths > 2, np.nan, 1.0)))
     assert found is ValueError
     assert "when the costs of samples [" in text
 

@@ -179,7 +179,6 @@ def test_one_rank_has_nobody_to_take_from(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"align": "dgap"}, "late_binding=True with align='dgap': expected 'minibatch'"),
         ({"grouping": "token-budget"}, "late_binding=True with grouping='token-budget': expected 'pack'"),
         ({"loss_scaling": "approx"}, "late_binding=True with loss_scaling='approx': expected 'exact'"),
         ({"dataset": Sequence()}, "late_binding=True with an iterable dataset, whose samples no other rank can read"),

@@ -80,7 +80,7 @@ def trouble(rank: int, world_size: int, kind: str, align: str) -> tuple[str, str
         return samples
 
     started = threading.Event()
-    options: dict[str, Any] = {"length": length_of, "collate": collate, "exchange_timeout_s": 2.0}
+    options: dict[str, Any] = {"length": length_of, "collate": collate, "timeout_s": 2.0}
     if align == "late":
         microbatches.ranks_go_in_step = lambda: False  # here nobody trains
         options |= {"align": "minibatch", "grouping": "pack", "late_binding": True}
@@ -306,7 +306,7 @@ def train(
 
 def test_minibatches_of_equal_cost_need_odc() -> None:
     for message, *_ in run_ranks(2, train, False):
-        assert "align='minibatch' gives ranks different numbers of microbatches, and ODC is not at work" in message
+        assert "EqualMinibatches gives ranks different numbers of microbatches, and ODC is not at work" in message
     for num_samples in (0, 2):
         ranks = run_ranks(3, train, True, False, num_samples)
         assert [message for message, *_ in ranks] == [""] * 3

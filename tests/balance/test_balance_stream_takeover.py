@@ -20,11 +20,13 @@ from test_balance_stream import (
 )
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from odc.balance import stream
+from odc.balance import Grouping, ReadOptions, stream
 
 
-def take(loader: Any, **options: Any) -> Any:
-    return stream(loader, **{"max_tokens": 120, "length": length_of, **options})
+def take(loader: Any, grouping: str = "token-budget", **options: Any) -> Any:
+    sizes = {"max_tokens": 120, **options}
+    found = {name: sizes.pop(name) for name in ("max_tokens", "pool_size", "batch_size") if name in sizes}
+    return stream(loader, **{"length": length_of, "grouping": Grouping(grouping, **found), **sizes})  # type: ignore[arg-type]
 
 
 def test_the_same_samples_in_batches_of_a_budget() -> None:
@@ -37,9 +39,11 @@ def test_the_same_samples_in_batches_of_a_budget() -> None:
         minibatches = summary(found)
         assert samples_of([minibatches]) == list(range(203))
         assert all(len(batch) * max(LENGTHS[i] for i in batch) <= 120 for m in minibatches for batch in m[0])
-        assert (found.shuffle, found.rank, found.world_size) == (loader.drop_last, 0, 1)
+        assert (found.order.shuffle, found.rank, found.world_size) == (loader.drop_last, 0, 1)
     assert not multiprocessing.active_children()
-    in_fours = take(DataLoader(Indices(), batch_size=4, collate_fn=list), grouping="none", max_tokens=1000)  # type: ignore[arg-type]
+    in_fours = take(
+        DataLoader(Indices(), batch_size=4, collate_fn=list), grouping="none", max_tokens=1000, batch_size=4
+    )  # type: ignore[arg-type]
     assert [len(batch) for m in in_fours for batch in m.microbatches] == [4] * 50 + [3]
 
 
@@ -47,7 +51,7 @@ def test_ranks_and_order_of_a_distributed_sampler() -> None:
     def make(rank: int) -> Any:
         sampler: Any = DistributedSampler(Indices(), 3, rank, seed=5)  # type: ignore[arg-type]
         loader = take(DataLoader(Indices(), sampler=sampler, collate_fn=list))  # type: ignore[arg-type]
-        assert (loader.rank, loader.world_size, loader.seed, loader.shuffle) == (rank, 3, 5, True)
+        assert (loader.rank, loader.world_size, loader.order.seed, loader.order.shuffle) == (rank, 3, 5, True)
         return loader
 
     assert samples_of(run_streams(3, make, summary)) == list(range(203))
@@ -60,7 +64,7 @@ class Stream(IterableDataset[int]):
 
 def test_an_iterable_and_an_option_that_is_given() -> None:
     loader = DataLoader(Stream(), batch_size=4, collate_fn=list, num_workers=1)
-    found = take(loader, num_workers=0, prefetch_factor=None, persistent_workers=False, grouping="pack")
+    found = take(loader, read=ReadOptions(), grouping="pack")
     assert found.grouping.name == "pack"
     assert samples_of([summary(found)]) == list(range(203))
 
@@ -114,7 +118,7 @@ class Blocks:
 def test_samplers_of_ones_own_give_the_order() -> None:
     repeated = [5, 5, 7, *range(50)]
     loader = DataLoader(Indices(), batch_size=4, sampler=repeated, collate_fn=list)  # type: ignore[arg-type]
-    found = take(loader, grouping="none", max_tokens=1000)
+    found = take(loader, grouping="none", max_tokens=1000, batch_size=4)
     assert [i for m in found for batch in m.microbatches for i in batch] == repeated
     some = RandomSampler(range(203), num_samples=7)
     assert len(samples_of([summary(take(DataLoader(Indices(), sampler=some, collate_fn=list)))])) == 7  # type: ignore[arg-type]

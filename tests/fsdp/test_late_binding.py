@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from loaders import known_loader, stream_loader
 from process_ranks import run_ranks, start_ranks
 from test_compute_groups import build as build_blocks
 from test_compute_groups import make_mesh, shard
@@ -19,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import odc
-from odc.balance import MinibatchLoader, StreamLoader
 from odc.config import HOST_ID
 
 EPOCHS = 10
@@ -31,14 +31,14 @@ def build() -> nn.Module:
 
 
 def known_lengths(**where: Any) -> Any:
-    return MinibatchLoader(
+    return known_loader(
         Rows(), LENGTHS, collate, minibatch_size=4, max_tokens=12, cost=COST, num_loss_tokens=LENGTHS,
         late_binding=True, **where,
     )  # fmt: skip
 
 
 def stream(**where: Any) -> Any:
-    return StreamLoader(
+    return stream_loader(
         Rows(), collate, length=length_of, num_loss_tokens=length_of, grouping="pack", align="minibatch",
         minibatch_size=4, max_tokens=12, pool_size=16, cost=COST, late_binding=True, **where,
     )  # fmt: skip
@@ -76,7 +76,7 @@ def train(rank: int, world_size: int, hosts: int, make: Callable[..., Any]) -> d
 
 def train_in_order(rank: int, world_size: int) -> None:
     with odc.patch_fsdp(fully_shard(build()), deterministic=True):
-        loader = MinibatchLoader(
+        loader = known_loader(
             Rows(), LENGTHS, collate, rank, world_size, minibatch_size=4, cost=COST, late_binding=True
         )
         for _ in loader:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from loaders import known_loader, stream_loader
 from process_ranks import run_ranks
 from test_compute_groups import DIM, build, make_mesh, part, shard
 from torch import nn
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from training import largest_difference
 
 import odc
-from odc.balance import MinibatchLoader, QuadraticCost, StreamLoader
+from odc.balance import QuadraticCost
 
 LENGTHS = [12, 8, 6, 4, 9, 9, 2, 2, 3, 11, 1, 7, 5, 10, 4, 6, 8]  # the last minibatch of a loader has one sample
 COST = QuadraticCost(1.0, 0.1)
@@ -41,11 +42,11 @@ def length_of(sample: tuple[int, torch.Tensor]) -> int:
 
 
 LOADERS = {
-    "known lengths": lambda mesh: MinibatchLoader(
+    "known lengths": lambda mesh: known_loader(
         Rows(), LENGTHS, collate, mesh=mesh, minibatch_size=2, max_tokens=12, cost=COST, num_loss_tokens=LENGTHS,
         drop_last=False,
     ),
-    "stream": lambda mesh: StreamLoader(
+    "stream": lambda mesh: stream_loader(
         Rows(), collate, mesh=mesh, length=length_of, num_loss_tokens=length_of, grouping="pack", align="minibatch",
         minibatch_size=2, max_tokens=12, pool_size=8, cost=COST,
     ),

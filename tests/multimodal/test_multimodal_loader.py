@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loaders import known_loader, stream_loader
 from process_ranks import run_ranks, start_ranks
 from toy_modalities import COSTS, Toy, encoders, make_sample, orchestrator, split
 
 from odc import AbortedError
-from odc.balance import MinibatchLoader, StreamLoader
 from odc.balance.multimodal import MultimodalLoader, MultimodalMinibatch, Orchestrator, run_minibatch
 
 NUM_SAMPLES = 40
@@ -36,11 +36,11 @@ def length_of(sample: dict[str, Any]) -> int:
 def loader_of(kind: str, rank: int, world_size: int) -> Any:
     if kind == "minibatch":
         lengths = [length_of(make_sample(i)) for i in range(NUM_SAMPLES)]
-        return MinibatchLoader(
+        return known_loader(
             Samples(), lengths, list, rank, world_size, minibatch_size=4, cost=COSTS["language"], max_tokens=200,
             comm="odc", drop_last=False,
         )  # fmt: skip
-    return StreamLoader(
+    return stream_loader(
         Samples(), list, rank, world_size, max_tokens=200, length=length_of, grouping="pack", align="minibatch",
         minibatch_size=4, pool_size=16, cost=COSTS["language"], comm="odc",
     )  # fmt: skip
@@ -99,7 +99,7 @@ def test_workers_serve_several_epochs(persistent: bool, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(popen_fork.Popen, "_launch", recorded)
     lengths = [length_of(make_sample(i)) for i in range(NUM_SAMPLES)]
-    loader = MinibatchLoader(
+    loader = known_loader(
         Samples(), lengths, list, 0, 1, minibatch_size=8, cost=COSTS["language"], max_tokens=200, comm="odc",
         num_workers=1, persistent_workers=persistent, worker_timeout_s=20,
     )  # fmt: skip

@@ -241,10 +241,10 @@ def test_online_scripts_train_on_what_one_process_would_and_resume(tmp_path: Pat
 
 STREAMS_AND_ENDS = """
 import torch.distributed as dist
-from odc.balance import StreamLoader
+from odc.balance import EqualMinibatches, Grouping, StreamLoader
 dist.init_process_group("gloo")
-where = {"max_tokens": 64, "length": lambda i: 1 + i % 40, "grouping": "pack", "comm": "odc"}
-loader = StreamLoader(range(200), list, dist.get_rank(), 2, align="minibatch", minibatch_size=4, **where)
+where = {"grouping": Grouping("pack", max_tokens=64), "align": EqualMinibatches(4, comm="odc")}
+loader = StreamLoader(range(200), list, dist.get_rank(), 2, length=lambda i: 1 + i % 40, **where)
 assert sum(1 for _ in loader) == 25
 """
 

@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from odc.balance.data.exchange import Alone
-from odc.balance.grouping.alignment import Alignment
+from odc.balance.grouping.alignment import Unaligned
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, balance, minibatches
 from odc.trainers.batches import Bundle, StepEnd, check_step
@@ -348,8 +348,7 @@ def test_ranks_share_an_iterable_however_accelerate_would_have_dealt_it_out(
         assert stream.alignment.minibatch_size == 8
         with pytest.MonkeyPatch.context() as patch:  # alone: what this rank reads, whatever the other does
             patch.setattr(stream, "_own_exchange", Alone)
-            patch.setattr(Alignment, "among", (0, 1))
-            patch.setattr(stream, "comm", "odc")
+            patch.setattr(stream, "alignment", Unaligned())
             found += [i for bundle in loader for row in bundle.microbatches for i in numbers_in(row)]
     assert sorted(found) == list(range(37))
 

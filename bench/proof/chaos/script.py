@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import odc
-from odc.balance import LinearCost, Minibatch, MinibatchLoader
+from odc.balance import LinearCost, Minibatch, MinibatchLoader, MinibatchSampler
 from odc.bench.harness.ranks import die_with_parent, keep_from_collector, meet
 from odc.bench.harness.warm_launch import answer, redirect
 from odc.bench.proof.chaos.trials import (
@@ -265,12 +265,12 @@ class Samples:
 
 
 def _late_minibatches(trial: Trial, rank: int, fault: Fault) -> Iterator[Minibatch[torch.Tensor]]:
-    loader = MinibatchLoader(
-        Samples(lambda: fault.at(CLAIM)), [LATE_TOKENS] * (_SAMPLES_PER_RANK * trial.world_size * STEPS), torch.cat,
-        rank, trial.world_size, minibatch_size=_SAMPLES_PER_RANK, cost=LinearCost(), max_tokens=2 * LATE_TOKENS,
-        shuffle=False, late_binding=True,
+    sampler = MinibatchSampler(
+        [LATE_TOKENS] * (_SAMPLES_PER_RANK * trial.world_size * STEPS), minibatch_size=_SAMPLES_PER_RANK,
+        world_size=trial.world_size, cost=LinearCost(), max_tokens=2 * LATE_TOKENS, shuffle=False,
     )  # fmt: skip
-    return iter(loader)
+    samples = Samples(lambda: fault.at(CLAIM))
+    return iter(MinibatchLoader(samples, sampler, torch.cat, rank, late_binding=True))
 
 
 def _sum_of_losses(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

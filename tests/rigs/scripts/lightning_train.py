@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 
-from odc.balance import Minibatch, MinibatchLoader, QuadraticCost
+from odc.balance import Minibatch, MinibatchLoader, MinibatchSampler, QuadraticCost
 
 STEPS = 4
 MICROBATCHES = 3
@@ -110,17 +110,16 @@ class Balanced(Script):
     def train_dataloader(self) -> MinibatchLoader[torch.Tensor, torch.Tensor]:
         lengths = [1 + (7 * number) % 23 for number in range(16 * STEPS)]
         samples = Rows(sum(lengths), 3).rows.split(lengths)
-        return MinibatchLoader(
-            samples,
+        mesh = self.device_mesh["data_parallel"]
+        sampler = MinibatchSampler(
             lengths,
-            torch.cat,
-            mesh=self.device_mesh["data_parallel"],
+            world_size=mesh.size(),
             minibatch_size=8,
             max_tokens=32,
             policy=self.policy,
             cost=QuadraticCost(1.0, 0.1),
-            num_loss_tokens=lengths,
         )
+        return MinibatchLoader(samples, sampler, torch.cat, mesh=mesh, num_loss_tokens=lengths)
 
     def training_step(self, batch: Minibatch[torch.Tensor], number: int) -> None:
         total = torch.zeros(())

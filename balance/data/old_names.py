@@ -1,0 +1,115 @@
+"""Arguments of loaders that are options of objects now, for one more minor release. What is here goes with that
+release, and with it the decorators of the loaders."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from odc.balance.checks import as_one_of
+from odc.balance.data.order import Order
+from odc.balance.data.place import Place
+from odc.balance.data.reader import ReadOptions
+from odc.balance.data.sampler import MinibatchSampler
+from odc.balance.grouping.alignment import ALIGNMENTS
+from odc.balance.grouping.methods import Grouping
+from odc.errors import shown
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SAMPLER = inspect.signature(MinibatchSampler).parameters.keys() - {"lengths", "world_size"}
+_ALIGNMENT = {
+    "cost": None,
+    "join": True,
+    "gradient_accumulation_steps": 1,
+    "minibatch_size": None,
+    "comm": "auto",
+    "late_binding": False,
+    "microbatch_cost": 0.0,
+    "timeout_s": 1800.0,
+}
+"""Options of alignments, and the values that each alignment was given by default."""
+
+_TEXT = "give {}: this release is the last one that takes these options as arguments of the loader"
+
+
+def lengths_for_sampler(init: Callable[P, T]) -> Callable[P, T]:
+    """A ``MinibatchLoader`` also takes what makes its sampler, in place of the sampler."""
+
+    @wraps(init)
+    def either(*args: Any, **kwargs: Any) -> T:
+        names = ("self", "dataset", "sampler", "collate", "rank", "world_size")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        lengths = given.get("lengths", given.get("sampler"))
+        if lengths is None or isinstance(lengths, MinibatchSampler):
+            return init(*args, **kwargs)
+        given.pop("lengths", None)
+        options = _popped(given, _SAMPLER)
+        changes = ["MinibatchSampler(lengths, ...) for the options of a sampler", *_moved(given, "read", ReadOptions())]
+        warnings.warn(_TEXT.format("; ".join(changes)), DeprecationWarning, stacklevel=2)
+        world_size = Place.of(given.get("rank"), given.pop("world_size", None), given.get("mesh")).world_size
+        given["sampler"] = MinibatchSampler(lengths, world_size=world_size, **options)
+        return init(**given)  # type: ignore[call-arg]
+
+    return either
+
+
+def names_for_objects(init: Callable[P, T]) -> Callable[P, T]:
+    """A ``StreamLoader`` also takes the options of its grouping, alignment, order and reading as its own."""
+
+    @wraps(init)
+    def either(*args: Any, **kwargs: Any) -> T:
+        return init(*args, **as_objects(kwargs))
+
+    return either
+
+
+def as_objects(given: dict[str, Any], order: Order | None = None, read: ReadOptions | None = None) -> dict[str, Any]:
+    """Arguments of a stream without old names. Unchanged if there are none: each old stream has ``max_tokens``.
+
+    Args:
+        order, read: what old names change; default: the defaults.
+
+    Raises:
+        ValueError: an option means nothing for the alignment.
+    """
+    if "max_tokens" not in given:
+        return given
+    found = dict(given)
+    changes = [*_moved(found, "read", read or ReadOptions()), *_moved(found, "order", order or Order())]
+    sizes = _popped(found, {"max_tokens", "pool_size", "batch_size"})
+    shuffle = found.get("order", Order()).shuffle
+    found["grouping"] = Grouping(found.get("grouping", "token-budget"), shuffle=shuffle, **sizes)
+    if "exchange_timeout_s" in found:
+        found["timeout_s"] = found.pop("exchange_timeout_s")
+    options = _popped(found, _ALIGNMENT.keys())
+    name = as_one_of(found.get("align", "dgap"), "align", tuple(ALIGNMENTS))
+    kind: Any = ALIGNMENTS[name]
+    own = {field.name for field in fields(kind)}
+    for option, value in options.items():
+        if option not in {*own, "cost", "timeout_s"} and value != _ALIGNMENT[option]:
+            raise ValueError(f"{option}={shown(value)} with align={name!r}, which has no such option: leave it out")
+    changes += ["grouping=Grouping(...) for its name and sizes", f"align={kind.__name__}(...) for {name!r}"]
+    warnings.warn(_TEXT.format("; ".join(changes)), DeprecationWarning, stacklevel=3)
+    found["align"] = kind(**{option: value for option, value in options.items() if option in own})
+    return found
+
+
+def _moved(given: dict[str, Any], name: str, whole: Any) -> list[str]:
+    """Put an object in place of its options, if any are given; what to say of that."""
+    options = _popped(given, {field.name for field in fields(whole)})
+    if not options:
+        return []
+    given[name] = replace(given.get(name, whole), **options)
+    return [f"{name}={type(whole).__name__}(...) for {', '.join(options)}"]
+
+
+def _popped(given: dict[str, Any], names: Any) -> dict[str, Any]:
+    """What is given of these, without None, which was the default of those that had no other."""
+    found = {name: given.pop(name) for name in list(given) if name in names}
+    return {name: value for name, value in found.items() if value is not None}
