@@ -44,7 +44,7 @@ MUTANTS = (
         "balance-a-busy-device-counts-as-free",
         "What a rank's device has not computed yet is left out where the rank says when it will be through. Who binds its second microbatch first takes samples from ranks that are no later than itself.",
         ("tests/balance/test_balance_late_binding.py::test_who_asks_first_is_not_the_first_to_be_through",),
-        "balance/late_binding/outlook.py",
+        "balance/late_binding/steal_policy.py",
         (
             (
                 "return self.end(replace(self.busy, microbatches=[])) if self.busy and self.rate else self.now",
@@ -70,7 +70,7 @@ MUTANTS = (
         "balance-a-look-at-a-minibatch-takes-part",
         "A loader takes part in late binding before it is seen to train. Where a rank looks at a minibatch with another loader, samples are computed twice or not at all, or an error stops training.",
         ("tests/balance/test_balance_late_loaders.py::test_nothing_is_opened_before_a_loader_is_seen_to_train",),
-        "balance/late_binding/shares.py",
+        "balance/late_binding/work_queues.py",
         (("self.binds = False", "self.binds = True"),),
     ),
     Mutant(
@@ -79,10 +79,10 @@ MUTANTS = (
         (
             "tests/balance/test_balance_late_binding.py::test_a_minibatch_that_one_rank_has_begun_twice_in_a_step_is_named",
         ),
-        "balance/late_binding/shares.py",
+        "balance/late_binding/work_queues.py",
         (
             (
-                "if is_replaced or (other.step == self._share.step and (other.is_torn or is_alike)):",
+                "if is_replaced or (other.step == self._queue.step and (other.is_torn or is_alike)):",
                 "if is_replaced:",
             ),
         ),
@@ -124,7 +124,7 @@ MUTANTS = (
         "balance-clocks-of-hosts-are-compared",
         "Ranks tell when they began a microbatch by the clock of their own host. Where clocks differ, a rank seems to be through long ago, or not to have begun.",
         ("tests/balance/test_balance_late_loaders.py::test_hosts_have_no_clock_in_common",),
-        "balance/late_binding/shares.py",
+        "balance/late_binding/work_queues.py",
         (("return time.monotonic() - self._opened.met_s", "return time.monotonic()"),),
     ),
     Mutant(
@@ -167,7 +167,7 @@ MUTANTS = (
         "balance-nobody-begins-in-parts",
         "A rank that will be late begins its last microbatch whole. Nothing is left to take where a rank has few microbatches, and late binding gains little, unnoticed.",
         ("tests/balance/test_balance_late_binding.py::test_noise_and_a_slow_device_cost_less",),
-        "balance/late_binding/outlook.py",
+        "balance/late_binding/steal_policy.py",
         (
             (
                 "return bool(self.rate) and len(first) > 1 and sum(map(self.cost, behind)) <= self.cost(first)",
@@ -186,7 +186,7 @@ MUTANTS = (
         "balance-partners-choose-for-themselves",
         "Each of the ranks that compute together begins and takes samples for itself, out of one word. They compute different samples, and meet in collectives about different ones.",
         ("tests/balance/test_balance_late_binding.py::test_partners_run_what_their_leader_chooses",),
-        "balance/late_binding/shares.py",
+        "balance/late_binding/work_queues.py",
         (("self.leads = self._together.index == 0", "self.leads = True"),),
     ),
     Mutant(
@@ -252,11 +252,11 @@ MUTANTS = (
         "balance-two-ranks-take-the-same-samples",
         "Who takes samples leaves no name behind. Two ranks that take the same ones at the same time write the same word, and each finds its own. They are computed twice.",
         ("tests/balance/test_balance_late_binding.py::test_of_two_ranks_that_take_the_same_samples_one_has_them",),
-        "balance/late_binding/shares.py",
+        "balance/late_binding/work_queues.py",
         (
             (
-                "share, microbatches=[*before, left] if left else before, takers=[*share.takers, self.rank]",
-                "share, microbatches=[*before, left] if left else before, takers=share.takers",
+                "queue, microbatches=[*before, left] if left else before, thieves=[*queue.thieves, self.rank]",
+                "queue, microbatches=[*before, left] if left else before, thieves=queue.thieves",
             ),
         ),
     ),
@@ -278,10 +278,10 @@ MUTANTS = (
         "balance-what-joins-has-no-room",
         "What joins a microbatch is not held against the room that is left there. A rank runs out of memory, where costs and tokens do not go together.",
         ("tests/balance/test_balance_late_binding.py::test_what_joins_makes_both_end_early_and_has_room",),
-        "balance/late_binding/outlook.py",
+        "balance/late_binding/steal_policy.py",
         (
             (
-                "last = [sample for sample in share.microbatches[-1] if self.plan.lengths[sample] <= room]",
+                "last = [sample for sample in queue.microbatches[-1] if self.plan.lengths[sample] <= room]",
                 "last = share.microbatches[-1]",
             ),
         ),
@@ -290,14 +290,14 @@ MUTANTS = (
         "balance-what-was-taken-is-computed-by-its-rank-too",
         "A rank that begins a microbatch does not look whether others have taken some of it since it looked last. Their samples are computed twice, now and then.",
         ("tests/balance/test_balance_late_binding.py::test_each_sample_is_computed_once_whoever_comes_between",),
-        "balance/late_binding/shares.py",
-        (("self._word, self._share = there, found", "self._word = there"),),
+        "balance/late_binding/work_queues.py",
+        (("self._word, self._queue = there, found", "self._word = there"),),
     ),
     Mutant(
         "balance-who-lists-microbatches-is-infinitely-fast",
         "A rank that asks for microbatches ahead of computing them takes samples as one that is through with them. One rank gets most of the work of all.",
         ("tests/balance/test_balance_late_loaders.py::test_who_reads_ahead_takes_nothing_and_is_told",),
-        "balance/late_binding/shares.py",
+        "balance/late_binding/work_queues.py",
         (("self._takes = False", "self._takes = True"),),
     ),
     Mutant(

@@ -1,7 +1,7 @@
 """Late binding in a trainer's step: a rank that finishes early takes samples from slower ranks.
 
 The trainer takes all bundles of a step before it runs one, and counts their labels. So the last bundle of a rank holds
-its whole share of the plan, collated by the loader's workers. When this bundle runs, its microbatches are chosen one by
+its whole queue of the plan, collated by the loader's workers. When this bundle runs, its microbatches are chosen one by
 one (:mod:`odc.balance.late_binding`). Samples taken from other ranks are read and collated in this process. The trainer
 divides losses by the number of labels on all ranks, so it does not matter which rank runs a sample.
 """
@@ -18,8 +18,8 @@ import torch
 from odc.balance.checks import IntArray, fingerprint
 from odc.balance.data.place import Place
 from odc.balance.late_binding.microbatches import LateMicrobatches, check_late_binding
-from odc.balance.late_binding.outlook import packed_falling
-from odc.balance.late_binding.shares import Shares, own_store, together_on
+from odc.balance.late_binding.steal_policy import pack_largest_first
+from odc.balance.late_binding.work_queues import WorkQueues, own_store, together_on
 from odc.balance.plan import Plan, PlannedMinibatch
 from odc.errors import UnsupportedError
 from odc.trainers.batches import Bundle, Microbatch
@@ -46,7 +46,7 @@ class LateSteps:
         place = Place(ranks.rank, ranks.world_size)
         job = dataset.planner.job
         work = [job.max_tokens, fingerprint(job.lengths.tobytes()), fingerprint(job.costs.tobytes())]
-        self._shares = Shares(
+        self._queues = WorkQueues(
             place, f"trainer {work}", own_store(), together=together, microbatch_cost=job.microbatch_cost
         )
         self._num_steps = 0
@@ -55,7 +55,7 @@ class LateSteps:
     @property
     def num_taken(self) -> int:
         """Samples that this rank has taken from others so far."""
-        return self._shares.num_taken
+        return self._queues.num_taken
 
     def begin(self, bundle: Bundle) -> None:
         """The step that ends with this bundle is next. Collective: all ranks come to know what each has collated."""
@@ -64,8 +64,8 @@ class LateSteps:
         check_late_binding()
         planner = self._dataset.planner
         job = planner.job.of(late.samples)
-        microbatches = packed_falling(late.shares, job.lengths, job.costs, job.max_tokens)
-        estimates = self._shares.estimates.plan_with(0, self._num_steps)
+        microbatches = pack_largest_first(late.shares, job.lengths, job.costs, job.max_tokens)
+        estimates = self._queues.estimates.plan_with(0, self._num_steps)
         plan = Plan(
             microbatches, job.lengths, job.costs, job.max_tokens, planner.policy.name, estimates.microbatch_cost
         )
@@ -78,7 +78,7 @@ class LateSteps:
         batches = iter([list(itertools.islice(rows, number)) for number in late.num_rows])
         planned = PlannedMinibatch(np.arange(late.samples.size), plan)
         self._num_steps += 1
-        self._microbatches = LateMicrobatches(self._shares, f"{self._num_steps}", planned, batches, made)
+        self._microbatches = LateMicrobatches(self._queues, f"{self._num_steps}", planned, batches, made)
 
     def rows(self) -> Iterator[Microbatch]:
         """What this rank is to run of the step, each row chosen when it is asked for; at least one, of nothing."""

@@ -21,7 +21,7 @@ from odc.balance.checks import IntArray
 from odc.balance.data.ahead import Later
 from odc.balance.data.collate import IGNORED, concatenate, without_padding
 from odc.balance.data.reader import name_samples
-from odc.balance.late_binding.outlook import falling, shares_of
+from odc.balance.late_binding.steal_policy import largest_first, queues_of
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers.batches import Bundle, LateStep, Microbatch, Part, StepEnd, cut
 from odc.trainers.options import Planner
@@ -178,8 +178,8 @@ class PackedDataset(Dataset[Bundle]):
     def _make_plan(self, samples: IntArray) -> _Planned:
         if not self._late_binding:
             return _Planned(self.planner.microbatches(samples, self._rank), None)
-        plan = falling(self.planner.plan(samples))
-        return _Planned([samples[part].tolist() for part in plan.microbatches[self._rank]], shares_of(plan))
+        plan = largest_first(self.planner.plan(samples))
+        return _Planned([samples[part].tolist() for part in plan.microbatches[self._rank]], queues_of(plan))
 
     def collated(self, sample: int) -> dict[str, torch.Tensor]:
         """A sample by itself.

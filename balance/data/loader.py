@@ -22,8 +22,8 @@ from odc.balance.data.place import Place
 from odc.balance.data.reader import Reader, ReadOptions
 from odc.balance.data.sampler import MinibatchSampler
 from odc.balance.late_binding.microbatches import LateMicrobatches, check_late_binding
-from odc.balance.late_binding.outlook import falling
-from odc.balance.late_binding.shares import Shares, own_store, together_on
+from odc.balance.late_binding.steal_policy import largest_first
+from odc.balance.late_binding.work_queues import WorkQueues, own_store, together_on
 from odc.balance.plan import Plan, PlannedMinibatch
 from odc.balance.policies import LBMini
 from odc.balance.random_numbers import random_generator
@@ -215,11 +215,11 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self._start = 0
         self._iterations = Iterations()
         self.late_binding = late_binding
-        self._shares: Shares | None = None
+        self._queues: WorkQueues | None = None
         if late_binding:
             self._check_late_binding()
             together = together_on(mesh)
-            self._shares = Shares(
+            self._queues = WorkQueues(
                 place,
                 self._late_identity(),
                 own_store(),
@@ -242,8 +242,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         start, self._start = self._start, 0
         self._num_yielded = start
         iteration = self._iterations.begin()
-        if self._shares is not None:
-            self._shares.begin_pass()
+        if self._queues is not None:
+            self._queues.begin_pass()
         with closing(ahead(self._planned(start))) as planned_ahead:
             plans, batches = self._read_ahead(planned_ahead, start)
             for number, planned in enumerate(plans, start):
@@ -258,7 +258,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
     @property
     def num_taken(self) -> int:
         """With ``late_binding``, the number of samples that this rank has taken from others so far."""
-        return 0 if self._shares is None else self._shares.num_taken
+        return 0 if self._queues is None else self._queues.num_taken
 
     @property
     def speeds(self) -> list[float]:
@@ -302,19 +302,19 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         """End the iteration and persistent workers. A new iteration starts new workers."""
         self._iterations.begin()
         self._reader.close()
-        if self._shares is not None:
-            self._shares.close()
+        if self._queues is not None:
+            self._queues.close()
 
     def _planned(self, start: int) -> Iterator[PlannedMinibatch]:
         plans = self.sampler.starting_at(start)
         for number in range(start, len(self)):
-            if self._shares is not None:
-                estimates = self._shares.estimates.plan_with(self._epoch, number)
+            if self._queues is not None:
+                estimates = self._queues.estimates.plan_with(self._epoch, number)
                 self.sampler.count_with(estimates.speeds, estimates.microbatch_cost)
             planned = next(plans)
             found = replace(planned, plan=filled_up(planned.plan)) if self.comm == "collective" else planned
-            if self._shares is not None:
-                found = replace(found, plan=falling(found.plan))
+            if self._queues is not None:
+                found = replace(found, plan=largest_first(found.plan))
             found.plan.microbatches[self.rank]  # packed here, beside the training
             yield found
 
@@ -338,7 +338,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     def _check_counts(self, plan: Plan, number: int) -> None:
         """All ranks have the same plan, so they come to the same minibatch and all refuse it."""
-        if self._shares is not None:
+        if self._queues is not None:
             check_late_binding()
         if self.comm == "auto":
             check_counts(plan, f"minibatch {number}")
@@ -347,7 +347,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self, planned: Iterator[PlannedMinibatch], start: int
     ) -> tuple[Iterator[PlannedMinibatch], Iterator[BatchT] | None]:
         """The plans, and this rank's microbatches; None where they are made when it is known who computes them."""
-        if self._shares is not None and not self._reader.num_workers:
+        if self._queues is not None and not self._reader.num_workers:
             return planned, None
         # The plans are read twice: by the reader, early, for what to make, and later for what that belongs to.
         plans, early = itertools.tee(planned)
@@ -357,8 +357,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
     def _mine(
         self, planned: PlannedMinibatch, batches: Iterator[BatchT] | None, key: str
     ) -> list[BatchT] | LateMicrobatches[BatchT]:
-        if self._shares is not None:
-            return LateMicrobatches(self._shares, key, planned, batches, self._dataset)
+        if self._queues is not None:
+            return LateMicrobatches(self._queues, key, planned, batches, self._dataset)
         assert batches is not None
         return [next(batches) for _ in planned.plan.microbatches[self.rank]]
 

@@ -28,8 +28,8 @@ from odc.balance.grouping.methods import Grouping
 from odc.balance.grouping.quota import num_minibatches
 from odc.balance.grouping.rounds import Entry, Step
 from odc.balance.late_binding.microbatches import LateMicrobatches, check_late_binding
-from odc.balance.late_binding.shares import Shares, own_store, together_on
 from odc.balance.late_binding.stream import ChosenSamples, chosen_by_all, planned_of
+from odc.balance.late_binding.work_queues import WorkQueues, own_store, together_on
 from odc.balance.random_numbers import random_generator
 from odc.errors import shown
 
@@ -185,10 +185,10 @@ class StreamLoader(Generic[SampleT, BatchT]):
         self._position: dict[str, Any] = {}
         self._start: dict[str, Any] = {}
         self.late_binding = align.late_binding
-        self._shares: Shares | None = None
+        self._queues: WorkQueues | None = None
         if align.late_binding:
             self._check_late_binding(mesh)
-            self._shares = Shares(
+            self._queues = WorkQueues(
                 self._place,
                 f"{self._shared_identity()}",
                 own_store(),
@@ -217,7 +217,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
     @property
     def num_taken(self) -> int:
         """With ``late_binding``, the number of samples that this rank has taken from others so far."""
-        return 0 if self._shares is None else self._shares.num_taken
+        return 0 if self._queues is None else self._queues.num_taken
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of this epoch (from 0). Call it before each epoch, on every rank.
@@ -263,8 +263,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         """End the iteration, persistent workers and the connections to other ranks. Call it on every rank."""
         self._iterations.begin()
         self._reader.close()
-        if self._shares is not None:
-            self._shares.close()
+        if self._queues is not None:
+            self._queues.close()
         self._exchange.close()
         self._exchange = Alone()
 
@@ -283,8 +283,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         if start.get("is_done"):
             return
         source = self._source(number)
-        if self._shares is not None:
-            self._shares.begin_pass()
+        if self._queues is not None:
+            self._queues.begin_pass()
         minibatches = self._minibatches(source, exchange, start)
         num_done, is_told = 0, False
         try:
@@ -325,8 +325,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         make_rounds = partial(self.alignment.rounds, self.grouping, self.rank, self.world_size, known)
         stream = StepStream(make_rounds, source, exchange, quota)
         for number, (step, position) in enumerate(stream.run(start)):
-            if self._shares is not None:
-                yield self._late_minibatch(self._shares, step, source, exchange, number), position
+            if self._queues is not None:
+                yield self._late_minibatch(self._queues, step, source, exchange, number), position
                 continue
             steps.append(step)
             # At once: what the source has of a lap that is over is gone.
@@ -342,16 +342,16 @@ class StreamLoader(Generic[SampleT, BatchT]):
         return Minibatch(batches, self._loss_scale(steps), num_loss_tokens, sum(step.num_samples for step in steps))
 
     def _late_minibatch(
-        self, shares: Shares, step: Step, source: Source, exchange: Exchange, number: int
+        self, queues: WorkQueues, step: Step, source: Source, exchange: Exchange, number: int
     ) -> Minibatch[BatchT]:
         assert isinstance(source, IndexedSource)
         mine = entries_of([step])
         chosen = chosen_by_all(mine, step.counts, exchange.gather)
-        estimates = shares.estimates.plan_with(self.epoch, number)
+        estimates = queues.estimates.plan_with(self.epoch, number)
         planned = planned_of(chosen, self.grouping.max_tokens, estimates.microbatch_cost)
         own = {entry.place: source.take(entry) for entry in mine}
         samples = ChosenSamples(chosen, own, source, self._samples, self._batch, exchange.tell_failure)
-        late = LateMicrobatches(shares, f"{self.epoch}.{number}", planned, None, samples)
+        late = LateMicrobatches(queues, f"{self.epoch}.{number}", planned, None, samples)
         # Not that of own samples: a rank without any may take some.
         scale = loss_scale(self.world_size, step.num_loss_tokens)
         return Minibatch(late, scale, step.num_loss_tokens, step.num_samples, planned.plan)
@@ -449,7 +449,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
             )
 
     def _check_communication(self) -> None:
-        if self._shares is not None:
+        if self._queues is not None:
             check_late_binding()
         align = self.alignment
         unequal = isinstance(align, EqualMinibatches) and align.comm == "auto" and self.world_size > 1
@@ -464,7 +464,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
     def _shared_identity(self) -> dict[str, int | str]:
         found = {name: value for name, value in self._identity().items() if name != "rank"}
         # Not in the state, which goes on with it and without.
-        return {**found, "late_binding": int(self._shares is not None)}
+        return {**found, "late_binding": int(self._queues is not None)}
 
     def _identity(self) -> dict[str, int | str]:
         """What another loader must have in common with this one for the same minibatches."""

@@ -1,7 +1,7 @@
 """Late binding: ranks that have finished take samples that no rank has begun. (Needs torch.)
 
-Cost estimates of a plan are off by some percent, and devices differ in speed. So a rank that has finished its share
-looks for a rank that will be late, and takes enough samples from the end of that share to even both out. A rank that
+Cost estimates of a plan are off by some percent, and devices differ in speed. So a rank that has finished its queue
+looks for a rank that will be late, and takes enough samples from the end of that queue to even both out. A rank that
 will be late splits its last microbatches, so that samples are left to take. If a microbatch has a high fixed cost,
 taken samples join the last microbatch of the rank that will finish first. If everything goes as planned, nothing is
 taken or split.

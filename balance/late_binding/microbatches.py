@@ -8,8 +8,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from odc.balance.data.iteration import ranks_go_in_step, sums_are_in_order
 from odc.balance.data.reader import as_it_is
-from odc.balance.late_binding.outlook import Outlook, Share
-from odc.balance.late_binding.shares import Shares
+from odc.balance.late_binding.steal_policy import StealPolicy, WorkQueue
+from odc.balance.late_binding.work_queues import WorkQueues
 from odc.balance.partition.differencing import Parts
 from odc.balance.plan import PlannedMinibatch
 
@@ -49,28 +49,28 @@ class LateMicrobatches(Generic[BatchT]):
     many there will be nobody knows before.
 
     Args:
-        shares: of all ranks.
+        queues: of all ranks.
         key: of the minibatch in the pass over the data, the same on all ranks.
-        planned: its plan, :func:`falling`.
-        batches: gives the microbatches of this rank's share, in the order of the plan, which workers make ahead; None:
+        planned: its plan, :func:`largest_first`.
+        batches: gives the microbatches of this rank's queue, in the order of the plan, which workers make ahead; None:
             nobody does.
         dataset: makes any other microbatch of what ``planned`` knows its samples by.
     """
 
     def __init__(
         self,
-        shares: Shares,
+        queues: WorkQueues,
         key: str,
         planned: PlannedMinibatch,
         batches: Iterator[BatchT] | None,
         dataset: MakesMicrobatches[BatchT],
     ) -> None:
-        self._shares = shares
-        self._number = shares.expect(key)
+        self._queues = queues
+        self._number = queues.expect(key)
         self._planned = planned
         self._batches = batches
         self._dataset = dataset
-        self._unread = [] if batches is None else list(planned.plan.microbatches[shares.rank])
+        self._unread = [] if batches is None else list(planned.plan.microbatches[queues.rank])
         self._change: Callable[[BatchT], Any] = as_it_is
 
     def __len__(self) -> int:
@@ -88,49 +88,49 @@ class LateMicrobatches(Generic[BatchT]):
             self._next_made()
 
     def __iter__(self) -> Iterator[BatchT]:
-        shares = self._shares
-        planned = self._planned.plan.microbatches[shares.rank]
-        shares.open(self._number, planned)
-        if not shares.leads:
+        queues = self._queues
+        planned = self._planned.plan.microbatches[queues.rank]
+        queues.open(self._number, planned)
+        if not queues.leads:
             yield from self._as_told(planned)
             return
-        while parts := (own := shares.mine(self._number)).microbatches:
-            outlook, others = self._outlook(own), None
-            if outlook.may_split(parts):
-                others = shares.of_others()
-                parts = outlook.split(parts, list(others.values()))
+        while parts := (own := queues.mine(self._number)).microbatches:
+            policy, others = self._policy(own), None
+            if policy.may_split(parts):
+                others = queues.of_others()
+                parts = policy.split(parts, list(others.values()))
             part, *behind = parts
-            if not shares.begin(parts, outlook.running(part)):
+            if not queues.begin(parts, policy.running(part)):
                 continue
-            if not behind and outlook.may_join(len(planned)):
-                part = self._joined(outlook, part, shares.of_others() if others is None else others)
+            if not behind and policy.may_join(len(planned)):
+                part = self._joined(policy, part, queues.of_others() if others is None else others)
             yield from self._timed(part)
         while part := self._taken():
-            shares.is_through(self._outlook(shares.mine(self._number)).running(part))
+            queues.is_through(self._policy(queues.mine(self._number)).running(part))
             yield from self._timed(part)
-        shares.is_through()
-        shares.handed_out([])
-        if shares.binds:
-            shares.estimates.tell(shares.times)
+        queues.is_through()
+        queues.handed_out([])
+        if queues.binds:
+            queues.estimates.tell(queues.times)
 
     def _as_told(self, planned: Parts) -> Iterator[BatchT]:
         """Those of the plan, until this rank and the one that leads both know that they train; then what that one
         tells."""
-        shares, left = self._shares, list(planned)
+        queues, left = self._queues, list(planned)
         own = {sample for part in planned for sample in part}
-        while part := (shares.hear(self._number) if shares.binds else left.pop(0) if left else []):
-            shares.num_taken += len(set(part) - own)
-            shares.handed_out(part)
+        while part := (queues.hear(self._number) if queues.binds else left.pop(0) if left else []):
+            queues.num_taken += len(set(part) - own)
+            queues.handed_out(part)
             yield self._change(self._read(part))
-            shares.came_back()
+            queues.came_back()
 
     def _timed(self, part: list[int]) -> Iterator[BatchT]:
-        shares, plan = self._shares, self._planned.plan
+        queues, plan = self._queues, self._planned.plan
         batch = self._change(self._read(part))
-        shares.times.begin(float(plan.costs[part].sum()), plan.microbatch_cost)
-        shares.handed_out(part)
+        queues.times.begin(float(plan.costs[part].sum()), plan.microbatch_cost)
+        queues.handed_out(part)
         yield batch
-        shares.times.end(is_computed=shares.came_back())
+        queues.times.end(is_computed=queues.came_back())
 
     def _read(self, part: list[int]) -> BatchT:
         if part not in self._unread:
@@ -144,30 +144,30 @@ class LateMicrobatches(Generic[BatchT]):
         del self._unread[0]
         return next(self._batches)
 
-    def _joined(self, outlook: Outlook, part: list[int], others: dict[int, Share]) -> list[int]:
+    def _joined(self, policy: StealPolicy, part: list[int], others: dict[int, WorkQueue]) -> list[int]:
         """``part``, which is begun, and what another rank, which will be the last one, has left of its own."""
         for _ in range(2):
-            last = max(others, key=lambda rank: outlook.end(others[rank]), default=None)
-            if last is None or not (more := outlook.join(part, others[last])):
+            last = max(others, key=lambda rank: policy.end(others[rank]), default=None)
+            if last is None or not (more := policy.join(part, others[last])):
                 break
-            if self._shares.take(last, others[last], more):
-                self._shares.is_through(outlook.running(part + more))
+            if self._queues.steal(last, others[last], more):
+                self._queues.is_through(policy.running(part + more))
                 return part + more
-            others = self._shares.of_others()  # another rank was faster, or it has begun more: look again
+            others = self._queues.of_others()  # another rank was faster, or it has begun more: look again
         return part
 
-    def _outlook(self, own: Share) -> Outlook:
-        times = self._shares.times
-        return Outlook(self._planned.plan, self._shares.now, times.rate, None if times.is_idle else own)
+    def _policy(self, own: WorkQueue) -> StealPolicy:
+        times = self._queues.times
+        return StealPolicy(self._planned.plan, self._queues.now, times.rate, None if times.is_idle else own)
 
     def _taken(self) -> list[int]:
         """Samples that this rank, which has nothing left, has taken from another one; none: nothing is worth it."""
-        shares = self._shares
-        while shares.times.rate:
-            outlook, found = self._outlook(shares.mine(self._number)), shares.of_others()
-            for rank in sorted(found, key=lambda rank: -outlook.end(found[rank])):
-                if part := outlook.take(found[rank]):
-                    if shares.take(rank, found[rank], part):
+        queues = self._queues
+        while queues.times.rate:
+            policy, found = self._policy(queues.mine(self._number)), queues.of_others()
+            for rank in sorted(found, key=lambda rank: -policy.end(found[rank])):
+                if part := policy.steal(found[rank]):
+                    if queues.steal(rank, found[rank], part):
                         return part
                     break  # it has begun more meanwhile, or another rank was faster: look again
             else:

@@ -13,7 +13,7 @@ from odc.balance.data.microbatches import BatchT
 from odc.balance.data.samples import Chunk, Read, SampleDataset
 from odc.balance.data.sources import IndexedSource
 from odc.balance.grouping.rounds import Entry
-from odc.balance.late_binding.outlook import packed_falling
+from odc.balance.late_binding.steal_policy import pack_largest_first
 from odc.balance.plan import Plan, PlannedMinibatch
 
 
@@ -40,10 +40,10 @@ def planned_of(chosen: Sequence[Sequence[Entry]], max_tokens: int, microbatch_co
     """The plan by which each rank computes what it has chosen; its samples are known by their places in the stream."""
     entries = list(itertools.chain(*chosen))
     ends = np.cumsum([0, *map(len, chosen)]).tolist()
-    shares = [list(range(start, end)) for start, end in itertools.pairwise(ends)]
+    queues = [list(range(start, end)) for start, end in itertools.pairwise(ends)]
     lengths = np.array([entry.length for entry in entries], dtype=np.int64)
     costs = np.array([entry.cost for entry in entries])
-    microbatches = packed_falling(shares, lengths, costs, max_tokens)
+    microbatches = pack_largest_first(queues, lengths, costs, max_tokens)
     plan = Plan(microbatches, lengths, costs, max_tokens, "stream", microbatch_cost)
     return PlannedMinibatch(np.array([entry.place for entry in entries], dtype=np.int64), plan)
 

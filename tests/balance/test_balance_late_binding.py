@@ -26,8 +26,8 @@ from odc.balance.data.microbatches import MicrobatchDataset
 from odc.balance.data.place import Place, Together
 from odc.balance.late_binding.estimates import Estimates, LearnedEstimates, Times
 from odc.balance.late_binding.microbatches import LateMicrobatches
-from odc.balance.late_binding.outlook import Outlook, Share, falling
-from odc.balance.late_binding.shares import Shares
+from odc.balance.late_binding.steal_policy import StealPolicy, WorkQueue, largest_first
+from odc.balance.late_binding.work_queues import WorkQueues
 from odc.balance.plan import PlannedMinibatch
 from odc.errors import PeerSilentError
 
@@ -44,24 +44,24 @@ class Ranks:
         self.clock = Clock()
         keep_time(monkeypatch, self.clock)
         self.store = BusyStore()
-        self.shares = [
-            Shares(Place(rank, world_size), "", self.store, microbatch_cost=microbatch_cost, learns_speeds=True)
+        self.queues = [
+            WorkQueues(Place(rank, world_size), "", self.store, microbatch_cost=microbatch_cost, learns_speeds=True)
             for rank in range(world_size)
         ]
         self.num_minibatches = 0
 
     def begin(
-        self, plan: Plan, given: list[Shares] | None = None, number: int | None = None
+        self, plan: Plan, given: list[WorkQueues] | None = None, number: int | None = None
     ) -> list[Iterator[list[int]]]:
         """The microbatches of each rank, or of these, as positions of samples; of the next minibatch or another one."""
         if number is None:
             number, self.num_minibatches = self.num_minibatches, self.num_minibatches + 1
-        planned = PlannedMinibatch(np.arange(plan.num_samples), falling(plan))
+        planned = PlannedMinibatch(np.arange(plan.num_samples), largest_first(plan))
         dataset: MicrobatchDataset[int, list[int]] = MicrobatchDataset(
             range(plan.num_samples), list, None, plan.lengths, plan.max_tokens
         )
         key = f"0.{number}"
-        return [iter(LateMicrobatches(shares, key, planned, None, dataset)) for shares in given or self.shares]
+        return [iter(LateMicrobatches(queues, key, planned, None, dataset)) for queues in given or self.queues]
 
     def run(
         self, plan: Plan, seconds: FloatArray, speeds: FloatArray, fixed: float | None = None
@@ -124,7 +124,7 @@ def test_where_all_goes_as_planned_nothing_is_taken_or_split(monkeypatch: pytest
     for law in ("longalign", "swesmith", "aime"):
         for plan in plans_of(law, 3, microbatch_cost=0.0):
             took, done = ranks.run(plan, plan.costs, np.ones(8))
-            assert done == [list(mine) for mine in falling(plan).microbatches]
+            assert done == [list(mine) for mine in largest_first(plan).microbatches]
             assert took == pytest.approx(plan.makespan("odc"), rel=1e-6)
 
 
@@ -166,12 +166,12 @@ def test_noise_and_a_slow_device_cost_less(
     for number, plan in enumerate(plans_of(law, 24, microbatch_cost=fixed)):
         seconds = plan.costs * np.exp(rng.normal(0.0, 0.2, plan.num_samples))
         by_plan += planned_time(plan, seconds, speeds)
-        for shares in ranks.shares:
-            learned = shares.estimates.plan_with(0, number)
+        for queues in ranks.queues:
+            learned = queues.estimates.plan_with(0, number)
         plan = counting_with(learned, plan)
         took, done = ranks.run(plan, seconds, speeds, fixed)
-        for shares in ranks.shares:
-            shares.estimates.tell(shares.times)
+        for queues in ranks.queues:
+            queues.estimates.tell(queues.times)
         bound_late += took
         assert sorted(itertools.chain(*itertools.chain(*done))) == list(range(plan.num_samples))
         assert learned.speeds[3] == pytest.approx(0.85, abs=0.06) or number < 20
@@ -188,7 +188,7 @@ def test_samples_join_a_microbatch_that_is_begun_anyway(monkeypatch: pytest.Monk
     speeds = np.where(np.arange(8) == 3, 0.7, 1.0)
     ranks.run(plan, plan.costs, speeds)  # how fast they are is known now
     took, done = ranks.run(plan, plan.costs, speeds)
-    assert sum(shares.num_taken for shares in ranks.shares) > 1
+    assert sum(queues.num_taken for queues in ranks.queues) > 1
     assert sum(map(len, done)) <= sum(plan.num_microbatches)
     assert took < 0.9 * planned_time(plan, plan.costs, speeds)
     assert all(int(plan.lengths[part].sum()) <= plan.max_tokens for part in itertools.chain(*done))
@@ -209,8 +209,8 @@ def test_samples_join_a_microbatch_that_is_begun_anyway(monkeypatch: pytest.Monk
 def test_what_joins_makes_both_end_early_and_has_room(left: list[int], since: float, joined: list[int]) -> None:
     lengths, costs = np.array([50, 50, 50, 50, 10, 10, 60]), np.array([500.0, 500, 500, 500, 200, 200, 200])
     plan = Plan([[[0, 1], [2]], [[3], [4, 5, 6]]], lengths, costs, 100, "by-hand", microbatch_cost=100.0)
-    share = Share([left] if left else [], running=500.0, since=since, rate=1.0, takers=[])
-    assert Outlook(plan, now=0.0, rate=1.0).join([2], share) == joined
+    queue = WorkQueue([left] if left else [], running=500.0, since=since, rate=1.0, thieves=[])
+    assert StealPolicy(plan, now=0.0, rate=1.0).join([2], queue) == joined
 
 
 PAIRED = Plan(
@@ -226,7 +226,7 @@ PAIRED = Plan(
 def test_who_was_not_fast_enough_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is late. Before rank 0 has what it wants, rank 2 takes some of it."""
     ranks = Ranks(monkeypatch, 3, PAIRED.microbatch_cost)
-    ranks.shares[0].times._seen.append((700.0, 800.0))
+    ranks.queues[0].times._seen.append((700.0, 800.0))
     nothing: list[list[int]] = []
     loops = ranks.begin(replace(PAIRED, microbatches=[*PAIRED.microbatches, nothing]))
     assert next(loops[0]) == [0]
@@ -234,30 +234,30 @@ def test_who_was_not_fast_enough_looks_again(monkeypatch: pytest.MonkeyPatch) ->
     ranks.clock.now += 500.0
     assert next(loops[1]) == [3]
     ranks.clock.now += 300.0
-    take = ranks.shares[0].take
+    steal = ranks.queues[0].steal
 
-    def beaten(rank: int, share: Share, part: list[int]) -> bool:
-        monkeypatch.setattr(ranks.shares[0], "take", take)
-        assert ranks.shares[2].take(rank, share, [4])
-        return take(rank, share, part)
+    def beaten(rank: int, queue: WorkQueue, part: list[int]) -> bool:
+        monkeypatch.setattr(ranks.queues[0], "steal", steal)
+        assert ranks.queues[2].steal(rank, queue, [4])
+        return steal(rank, queue, part)
 
-    monkeypatch.setattr(ranks.shares[0], "take", beaten)
+    monkeypatch.setattr(ranks.queues[0], "steal", beaten)
     assert next(loops[0]) == [1, 2, 5]
-    word = ranks.shares[1].of_others()[0]
+    word = ranks.queues[1].of_others()[0]
     assert (word.microbatches, word.running) == ([], 400.0)
     assert not list(loops[1])
 
 
 def test_of_two_ranks_that_take_the_same_samples_one_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have read the same share and come to the same."""
+    """Both have read the same queue and come to the same."""
     ranks = Ranks(monkeypatch, 3)
-    for shares in ranks.shares:
-        shares.open(shares.expect("0.0"), [[9], [3 * shares.rank, 3 * shares.rank + 1]])
-        shares.begin(shares.mine(1).microbatches, 1.0)
-    seen = ranks.shares[1].of_others()[0]
-    assert ranks.shares[1].take(0, seen, [1])
-    assert not ranks.shares[2].take(0, seen, [1])
-    assert ranks.shares[2].of_others()[0].microbatches == [[0]]
+    for queues in ranks.queues:
+        queues.open(queues.expect("0.0"), [[9], [3 * queues.rank, 3 * queues.rank + 1]])
+        queues.begin(queues.mine(1).microbatches, 1.0)
+    seen = ranks.queues[1].of_others()[0]
+    assert ranks.queues[1].steal(0, seen, [1])
+    assert not ranks.queues[2].steal(0, seen, [1])
+    assert ranks.queues[2].of_others()[0].microbatches == [[0]]
 
 
 # Devices that hosts are ahead of
@@ -306,8 +306,8 @@ def test_a_device_has_begun_one_microbatch_before_the_next_is_bound(device: type
 def test_who_asks_first_is_not_the_first_to_be_through(device: type[Event], monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's second microbatch is bound while all devices compute the first, and nothing joins it."""
     ranks = Ranks(monkeypatch, 2, PAIRED.microbatch_cost)
-    for shares in ranks.shares:
-        shares.times._seen.append((700.0, 800.0))
+    for queues in ranks.queues:
+        queues.times._seen.append((700.0, 800.0))
     loops = ranks.begin(PAIRED)
     for mine in range(2):
         assert [next(loop) for loop in loops] == [PAIRED.microbatches[rank][mine] for rank in range(2)]
@@ -325,20 +325,20 @@ def test_partners_run_what_their_leader_chooses(
     """Also where a partner is still at a minibatch that its leader has left."""
     ranks = Ranks(monkeypatch, 3)
     places = [Together([10 * rank, 10 * rank + 1, 10 * rank + 2], 0, "") for rank in range(3)]
-    leaders = [Shares(Place(rank, 3), "together", ranks.store, together=places[rank]) for rank in range(3)]
+    leaders = [WorkQueues(Place(rank, 3), "together", ranks.store, together=places[rank]) for rank in range(3)]
     partners = [
-        Shares(Place(rank, 3), "together", ranks.store, together=replace(places[rank], index=index))
+        WorkQueues(Place(rank, 3), "together", ranks.store, together=replace(places[rank], index=index))
         for rank in range(3)
         for index in (1, 2)
     ]
-    ranks.shares = leaders
+    ranks.queues = leaders
     rng = random.Random(0)
     chosen: list[list[list[list[int]]]] = []
 
     def follow(number: int, plan: Plan) -> None:
-        for shares in partners:
-            (heard,) = ranks.begin(plan, [shares], number)
-            assert list(heard) == chosen[number][shares.rank]
+        for queues in partners:
+            (heard,) = ranks.begin(plan, [queues], number)
+            assert list(heard) == chosen[number][queues.rank]
 
     plans = plans_of("swesmith", 12, microbatch_cost=0.0)
     plans = [
@@ -359,7 +359,7 @@ def test_partners_run_what_their_leader_chooses(
             follow(number - behind, plans[number - behind])
     assert leaders[0].num_taken + leaders[1].num_taken > 10
     if not behind:
-        assert [shares.num_taken for shares in partners[::2]] == [shares.num_taken for shares in leaders]
+        assert [queues.num_taken for queues in partners[::2]] == [queues.num_taken for queues in leaders]
     assert ranks.store.num_keys() < 45 + 30 * behind  # what all have heard is gone
 
 
@@ -367,11 +367,11 @@ def test_partners_hear_nothing_of_an_earlier_time(monkeypatch: pytest.MonkeyPatc
     """The one that leads begins a minibatch again in one step, before the other one has heard all of the first time."""
     keep_time(monkeypatch, Clock())
     store = dist.HashStore()
-    leader, partner = (Shares(Place(0, 1), "", store, together=Together([4, 5], index, "")) for index in range(2))
+    leader, partner = (WorkQueues(Place(0, 1), "", store, together=Together([4, 5], index, "")) for index in range(2))
 
-    def begin(shares: Shares) -> None:
-        shares.begin_pass()
-        shares.open(shares.expect("0.0"), [[0, 1]])
+    def begin(queues: WorkQueues) -> None:
+        queues.begin_pass()
+        queues.open(queues.expect("0.0"), [[0, 1]])
 
     def heard() -> list[list[int]]:
         return [partner.hear(partner._expected[0]) for _ in range(2)]
@@ -390,10 +390,10 @@ def test_partners_hear_nothing_of_an_earlier_time(monkeypatch: pytest.MonkeyPatc
 
 def test_a_leader_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(iteration, "_LONGEST_WAIT_S", 0.05)
-    shares = Shares(Place(0, 2), "", dist.HashStore(), together=Together([4, 5], 1, ""))
-    shares.open(shares.expect("0.0"), [[0]])
+    queues = WorkQueues(Place(0, 2), "", dist.HashStore(), together=Together([4, 5], 1, ""))
+    queues.open(queues.expect("0.0"), [[0]])
     with pytest.raises(PeerSilentError, match=r"0.05 s have gone by in waiting for rank 4, which was to leave the ch"):
-        shares.hear(1)
+        queues.hear(1)
 
 
 # Loaders
@@ -417,9 +417,9 @@ def make_loaders(
     return [known_loader(Rows(), LENGTHS, list, rank, 2, **given) for rank in range(2)]
 
 
-def shares_of(loader: MinibatchLoader[int, list[int]]) -> Shares:
-    assert loader._shares is not None
-    return loader._shares
+def queues_of(loader: MinibatchLoader[int, list[int]]) -> WorkQueues:
+    assert loader._queues is not None
+    return loader._queues
 
 
 LENGTHS = [12, 8, 6, 4, 9, 9, 2, 2, 3, 11, 1, 7, 5, 10, 4, 6]
@@ -432,7 +432,7 @@ def test_what_workers_have_read_ahead_is_used_or_dropped(
     """Rank 1 begins nothing before rank 0, of which a rate is known, has nothing left and has taken from it."""
     loaders = make_loaders(monkeypatch, num_workers=num_workers, microbatch_cost=microbatch_cost)
     for loader in loaders:
-        shares_of(loader).times._seen.append((1.0, 1.0))
+        queues_of(loader).times._seen.append((1.0, 1.0))
     taken = 0
     for pair in zip(*loaders, strict=True):
         loops = [iter(minibatch.microbatches) for minibatch in pair]
@@ -469,7 +469,7 @@ def test_a_minibatch_that_one_rank_has_begun_twice_in_a_step_is_named(
     store = dist.HashStore()
     begins, other, alike, _ = [loader for _ in range(2) for loader in make_loaders(monkeypatch, store)]
     for loader in (begins, other, alike):
-        shares_of(loader).times._seen.append((1.0, 1.0))
+        queues_of(loader).times._seen.append((1.0, 1.0))
     next(iter(next(iter(begins)).microbatches))
     assert list(next(iter(other)).microbatches)
     assert other.num_taken
@@ -480,13 +480,13 @@ def test_a_minibatch_that_one_rank_has_begun_twice_in_a_step_is_named(
 def test_a_minibatch_may_be_begun_again_once_its_step_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     training = keep_time(monkeypatch, Clock())
     store, plan = BusyStore(), PAIRED
-    ranks = [Shares(Place(rank, 2), "", store) for rank in range(2)]
+    ranks = [WorkQueues(Place(rank, 2), "", store) for rank in range(2)]
     for _ in range(2):
-        for shares in ranks:
-            shares.begin_pass()
-            shares.open(shares.expect("0.0"), list(plan.microbatches[shares.rank]))
-            shares.begin(shares.mine(shares._expected[0]).microbatches, 1.0)
-        assert ranks[1].take(0, ranks[1].of_others()[0], [1])
+        for queues in ranks:
+            queues.begin_pass()
+            queues.open(queues.expect("0.0"), list(plan.microbatches[queues.rank]))
+            queues.begin(queues.mine(queues._expected[0]).microbatches, 1.0)
+        assert ranks[1].steal(0, ranks[1].of_others()[0], [1])
         training.minibatches += 1
 
 
@@ -516,7 +516,7 @@ def test_what_it_does_not_go_with_is_refused(
 def test_two_processes_at_one_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     loaders = [loader for _ in range(2) for loader in make_loaders(monkeypatch, store)]
-    shares_of(loaders[0])._loader = "1/another"
+    queues_of(loaders[0])._loader = "1/another"
     list(next(iter(loaders[0])).microbatches)
     with pytest.raises(RuntimeError, match=r"the processes \d+ and 1 both have a loader at rank 0"):
         list(next(iter(loaders[2])).microbatches)
@@ -671,10 +671,10 @@ def test_a_cost_of_microbatches_that_nobody_told_is_learned(monkeypatch: pytest.
     first = plans_of("swesmith", 16, microbatch_cost=0.0)
     mean = sum(plan.costs.sum() for plan in first) / sum(sum(plan.num_microbatches) for plan in first)
     for number, plan in enumerate(first):
-        learned, *_ = [shares.estimates.plan_with(0, number) for shares in ranks.shares]
+        learned, *_ = [queues.estimates.plan_with(0, number) for queues in ranks.queues]
         plan = counting_with(learned, plan)
         ranks.run(plan, plan.costs, np.ones(8), 0.25 * mean)
-        for shares in ranks.shares:
-            shares.estimates.tell(shares.times)
+        for queues in ranks.queues:
+            queues.estimates.tell(queues.times)
     assert learned.microbatch_cost == pytest.approx(0.25 * mean, rel=0.05)
     assert learned.speeds.tolist() == [1.0] * 8

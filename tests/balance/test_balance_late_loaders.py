@@ -25,8 +25,8 @@ from odc.balance import LinearCost, MinibatchLoader
 from odc.balance.data import loader as loader_module
 from odc.balance.data.iteration import Trained
 from odc.balance.data.watched_store import WatchedStore
-from odc.balance.late_binding import estimates, microbatches, shares
-from odc.balance.late_binding.outlook import Share
+from odc.balance.late_binding import estimates, microbatches, work_queues
+from odc.balance.late_binding.steal_policy import WorkQueue
 from odc.errors import PeerDiedError
 
 Rank = Iterator[str]
@@ -67,14 +67,14 @@ class Job:
         self.size = self.rng.randint(1, 4)
         self.num_epochs = self.rng.randint(1, 3)
         self.sets_epoch, self.new_loaders, self.all_leave, self.all_evaluate = (
-            self.rng.random() < share for share in (0.7, 0.3, 0.3, 0.3)
+            self.rng.random() < queue for queue in (0.7, 0.3, 0.3, 0.3)
         )
         self.slow = [self.rng.choice([1.0, 1.0, 4.0]) for _ in range(self.world_size)]
         self.disturbance = [self.rng.choice(DISTURBANCES) for _ in range(self.world_size)]
         patch.setattr(loader_module, "own_store", lambda: self.store)
-        patch.setattr(shares, "trained", lambda: self.trained[self.now])
+        patch.setattr(work_queues, "trained", lambda: self.trained[self.now])
         patch.setattr(microbatches, "ranks_go_in_step", lambda: False)
-        for module in (estimates, shares):
+        for module in (estimates, work_queues):
             patch.setattr(module, "time", OwnClocks(self))
 
     def seconds(self, rank: int) -> float:
@@ -169,8 +169,8 @@ class Pair:
         self.loaders = [self.job.make(0), self.job.make(1, **differs)]
         self.minibatches = zip(*self.loaders, strict=True)
 
-    def shares(self, rank: int) -> shares.Shares:
-        found = self.loaders[rank]._shares
+    def queues(self, rank: int) -> work_queues.WorkQueues:
+        found = self.loaders[rank]._queues
         assert found is not None
         return found
 
@@ -201,7 +201,7 @@ class Pair:
 
 def test_nothing_is_opened_before_a_loader_is_seen_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch)
-    own = pair.shares(0)
+    own = pair.queues(0)
     for minibatch in pair.job.make(0):  # a look
         list(minibatch.microbatches)
     found = iter(next(iter(pair.loaders[0])).microbatches)
@@ -248,13 +248,13 @@ def test_who_always_reads_ahead_is_told(monkeypatch: pytest.MonkeyPatch, caplog:
     for minibatch in itertools.islice(pair.loaders[0], 3):
         for _ in list(minibatch.microbatches):
             pair.backward()
-    assert not pair.shares(0).binds
+    assert not pair.queues(0).binds
     assert [record.message[:40] for record in caplog.records] == ["odc: rank 0 has asked for a microbatch b"]
 
 
 def test_a_rank_that_had_nothing_to_compute_takes_part_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch)
-    idle = pair.shares(1)
+    idle = pair.queues(1)
     pair.job.now = 1
     idle.open(idle.expect("0.0"), [])
     idle.is_through()
@@ -266,7 +266,7 @@ def test_a_rank_that_had_nothing_to_compute_takes_part_with_the_next_step(monkey
 
 
 def test_two_loaders_alike_that_train_in_one_step_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank could take samples from the share of one of them for the loop of the other."""
+    """Another rank could take samples from the queue of one of them for the loop of the other."""
     pair = Pair(monkeypatch)
     pair.compute()
     with pytest.raises(RuntimeError, match="rank 0 has begun a minibatch twice in one step, with two loaders alike"):
@@ -305,7 +305,7 @@ def test_hosts_have_no_clock_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     pair.job.trained = [Trained(1, 0, pair.job.seconds(rank)) for rank in range(2)]
     for pair.job.now, after_s in ((0, 3.0), (1, 4.0)):
         pair.job.clock.now += after_s
-        own = pair.shares(pair.job.now)
+        own = pair.queues(pair.job.now)
         own.binds = True
         own.open(own.expect("0.0"), [[0], [1]])
         own.begin(own.mine(1).microbatches, 5.0)
@@ -345,13 +345,13 @@ def test_each_sample_counts_once_whatever_loaders_ranks_have(seeds: range) -> No
 
 
 def take_part_from_the_start(patch: pytest.MonkeyPatch) -> None:
-    begin_pass = shares.Shares.begin_pass
+    begin_pass = work_queues.WorkQueues.begin_pass
 
-    def begin(self: shares.Shares) -> None:
+    def begin(self: work_queues.WorkQueues) -> None:
         begin_pass(self)
         self.binds = True
 
-    patch.setattr(shares.Shares, "begin_pass", begin)
+    patch.setattr(work_queues.WorkQueues, "begin_pass", begin)
 
 
 def test_a_loader_that_takes_part_before_it_is_seen_to_train_is_named() -> None:
@@ -363,7 +363,7 @@ def test_a_loader_that_takes_part_before_it_is_seen_to_train_is_named() -> None:
 def test_loaders_alike_that_do_not_notice_each_other_compute_samples_twice() -> None:
     def change(patch: pytest.MonkeyPatch) -> None:
         take_part_from_the_start(patch)
-        patch.setattr(shares.uuid, "uuid4", lambda: uuid.UUID(int=0))
-        patch.setattr(Share, "is_torn", False)
+        patch.setattr(work_queues.uuid, "uuid4", lambda: uuid.UUID(int=0))
+        patch.setattr(WorkQueue, "is_torn", False)
 
     assert outcomes(range(12, 25), change)["wrong"] > 1

@@ -20,16 +20,16 @@ from torch.distributed.fsdp import fully_shard
 import odc
 from odc.balance.data.watched_store import WatchedStore
 from odc.balance.late_binding.estimates import LearnedEstimates
-from odc.balance.late_binding.shares import Shares
+from odc.balance.late_binding.work_queues import WorkQueues
 
 TIMEOUT_S = 3
 PHASES = {
     "plan": (LearnedEstimates, "plan_with"),
-    "begin": (Shares, "begin"),
-    "look": (Shares, "of_others"),
-    "take": (Shares, "take"),
+    "begin": (WorkQueues, "begin"),
+    "look": (WorkQueues, "of_others"),
+    "take": (WorkQueues, "steal"),
     "tell": (LearnedEstimates, "tell"),
-    "next": (Shares, "expect"),
+    "next": (WorkQueues, "expect"),
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from odc.balance.data.iteration import Trained
-from odc.balance.late_binding import estimates, shares
+from odc.balance.late_binding import estimates, work_queues
 
 BatchT = TypeVar("BatchT")
 
@@ -42,15 +42,15 @@ class Training:
 
 def keep_time(patch: pytest.MonkeyPatch, clock: Clock) -> Training:
     """Let late binding read this clock, and take part from the start."""
-    training, begin_pass = Training(), shares.Shares.begin_pass
+    training, begin_pass = Training(), work_queues.WorkQueues.begin_pass
 
-    def begin(self: shares.Shares) -> None:
+    def begin(self: work_queues.WorkQueues) -> None:
         begin_pass(self)
         self.binds = True
 
-    patch.setattr(shares, "trained", training)
-    patch.setattr(shares.Shares, "begin_pass", begin)
-    for module in (estimates, shares):
+    patch.setattr(work_queues, "trained", training)
+    patch.setattr(work_queues.WorkQueues, "begin_pass", begin)
+    for module in (estimates, work_queues):
         patch.setattr(module, "time", clock)
     return training
 

@@ -1,4 +1,4 @@
-"""The shares of ranks as keys in ``torch.distributed``'s store. (Needs torch.)
+"""The work queues of ranks as keys in ``torch.distributed``'s store. (Needs torch.)
 
 [Note: Which loaders belong together] Samples may move between ranks only if both compute the same minibatch. But a rank
 may inspect the minibatch with a second, equal loader, or have further loaders of other data. So a loader takes part
@@ -30,18 +30,18 @@ from odc.balance.data.iteration import report_learned, trained, wait_for_rank
 from odc.balance.data.place import Place, Together
 from odc.balance.data.watched_store import WatchedStore
 from odc.balance.late_binding.estimates import LearnedEstimates, Times
-from odc.balance.late_binding.outlook import Share
+from odc.balance.late_binding.steal_policy import WorkQueue
 from odc.balance.partition.differencing import Parts
 
 logger = logging.getLogger("odc")
 
 MOST_LOOKED_AT = 32
 """Ranks that one looks at, those behind it in their order: each look is a round trip to the store."""
-_NOTHING = Share([], 0.0, 0.0, 0.0, [])
+_NOTHING = WorkQueue([], 0.0, 0.0, 0.0, [])
 
 
-class Shares:
-    """The shares of all ranks in the minibatches of one loader, in the store of ``torch.distributed``. That is asked
+class WorkQueues:
+    """The queues of all ranks in the minibatches of one loader, in the store of ``torch.distributed``. That is asked
     when a minibatch is planned or computed, not before.
 
     Args:
@@ -94,7 +94,7 @@ class Shares:
         """The minibatch of which choices were told or heard last, and how often in a row it had been begun again."""
         self._told: deque[tuple[str, int]] = deque()
         """Of the last minibatches: the name of their choices, and how many were told."""
-        self._share, self._word = _NOTHING, b""
+        self._queue, self._word = _NOTHING, b""
         self._num_begun, self._takes = 0, True
         self._opened = self._before = trained()
         self.begin_pass()
@@ -123,14 +123,14 @@ class Shares:
             self._store.close()
 
     def _close(self) -> None:
-        if not self._share.minibatch:
+        if not self._queue.minibatch:
             return
         if self.leads:
-            while self._share.microbatches and not self._put([], 0.0):
+            while self._queue.microbatches and not self._put([], 0.0):
                 pass  # others were faster
         if not self._num_begun:  # it has come to the end of the step with the others
             self.binds = self.binds or trained().minibatches > self._opened.minibatches
-        self._share = replace(self._share, minibatch="")
+        self._queue = replace(self._queue, minibatch="")
 
     def _forget(self) -> None:
         """Delete what nobody reads any more, here where no other rank waits for it."""
@@ -140,9 +140,9 @@ class Shares:
                 self._store.delete_key(f"{name}/{what}")
 
     def open(self, number: int, microbatches: Parts) -> None:
-        """Begin with this rank's share of the minibatch that is expected by this number."""
+        """Begin with this rank's queue of the minibatch that is expected by this number."""
         self._require(number)
-        if self._share.minibatch:
+        if self._queue.minibatch:
             raise RuntimeError(
                 "the microbatches of this minibatch were iterated before: with late_binding=True each is bound to this "
                 "rank when it is asked for, once"
@@ -154,7 +154,7 @@ class Shares:
         self._pass = self._opened.minibatches if self._pass is None else self._pass
         self._num_opened, self._num_begun, self._num_told = self._num_opened + 1, 0, 0
         self._takes = True
-        self._share = replace(
+        self._queue = replace(
             _NOTHING,
             microbatches=microbatches,
             minibatch=f"{self._pass}/{self._expected[1]}",
@@ -162,8 +162,8 @@ class Shares:
             loader=self._loader,
         )
         if self._num_opened == 2:
-            self._second_step = self._share.step
-        elif self._second_step < self._share.step and self.binds and self.leads:
+            self._second_step = self._queue.step
+        elif self._second_step < self._queue.step and self.binds and self.leads:
             self._second_step = math.inf
             self._say_who_is_alone()
 
@@ -172,30 +172,32 @@ class Shares:
         """Seconds since all ranks last met before this minibatch."""
         return time.monotonic() - self._opened.met_s
 
-    def mine(self, number: int) -> Share:
-        """What is left of this rank's share."""
+    def mine(self, number: int) -> WorkQueue:
+        """What is left of this rank's queue."""
         self._require(number)
-        return self._share
+        return self._queue
 
-    def of_others(self) -> dict[int, Share]:
+    def of_others(self) -> dict[int, WorkQueue]:
         """Of the ranks that have begun this minibatch; none, where nothing may be taken."""
         if not (self.binds and self._takes):
             return {}
-        return {rank: share for rank, share in self._words() if share.minibatch == self._share.minibatch}
+        return {rank: queue for rank, queue in self._words() if queue.minibatch == self._queue.minibatch}
 
-    def _words(self) -> list[tuple[int, Share]]:
+    def _words(self) -> list[tuple[int, WorkQueue]]:
         names = [self._name(rank) for rank in self.others]
         if not self._has_looked:  # that leaves an empty word where there was none, and all can be asked for at once
             for name in names:
                 self._store.compare_set(name, "", "")
         self._has_looked = True
         words = self._store.multi_get(names)
-        return [(rank, Share.decode(word) if word else _NOTHING) for rank, word in zip(self.others, words, strict=True)]
+        return [
+            (rank, WorkQueue.decode(word) if word else _NOTHING) for rank, word in zip(self.others, words, strict=True)
+        ]
 
     def _say_who_is_alone(self) -> None:
         """All have begun the second minibatch of this pass, since they have ended a step with it."""
         found = self._words()
-        alone = sorted(rank for rank, share in found if share.minibatch.partition("/")[0] != f"{self._pass}")
+        alone = sorted(rank for rank, queue in found if queue.minibatch.partition("/")[0] != f"{self._pass}")
         if alone and self.rank == min(rank for rank in (self.rank, *(rank for rank, _ in found)) if rank not in alone):
             logger.warning(
                 "odc: late binding goes on without ranks %s: no samples go to or from these. They train with a loader "
@@ -209,17 +211,17 @@ class Shares:
         meanwhile."""
         return self._put(parts[1:], cost)
 
-    def take(self, rank: int, share: Share, part: list[int]) -> bool:
-        """Take samples from the last microbatch of a rank; False: its share is another one meanwhile."""
-        *before, last = share.microbatches
+    def steal(self, rank: int, queue: WorkQueue, part: list[int]) -> bool:
+        """Steal samples from the last microbatch of a rank; False: its queue is another one meanwhile."""
+        *before, last = queue.microbatches
         left = [sample for sample in last if sample not in part]
         by = replace(
-            share, microbatches=[*before, left] if left else before, takers=[*share.takers, self.rank]
+            queue, microbatches=[*before, left] if left else before, thieves=[*queue.thieves, self.rank]
         ).encode()
-        if self._store.compare_set(self._name(rank), share.encode().decode(), by.decode()) != by:
+        if self._store.compare_set(self._name(rank), queue.encode().decode(), by.decode()) != by:
             return False
         self.num_taken += len(part)
-        self._share = replace(self._share, has_taken=True)
+        self._queue = replace(self._queue, has_stolen=True)
         return True
 
     def handed_out(self, part: list[int]) -> None:
@@ -268,8 +270,8 @@ class Shares:
         return part
 
     def is_through(self, cost: float = 0.0) -> None:
-        """Nothing is left of this rank's share; ``cost`` of what it has begun is under way, or nothing."""
-        self._share = replace(self._share, is_through=not cost)
+        """Nothing is left of this rank's queue; ``cost`` of what it has begun is under way, or nothing."""
+        self._queue = replace(self._queue, is_through=not cost)
         self._put([], cost)
 
     def _require(self, number: int) -> None:
@@ -277,14 +279,14 @@ class Shares:
             raise RuntimeError("this minibatch is over, since the next one was asked for: its microbatches are no more")
 
     def _put(self, microbatches: Parts, running: float) -> bool:
-        """Replace this rank's share; False: by then it was another one, which is known now."""
-        share = replace(self._share, microbatches=microbatches, running=running, since=self.now, rate=self.times.rate)
+        """Replace this rank's queue; False: by then it was another one, which is known now."""
+        queue = replace(self._queue, microbatches=microbatches, running=running, since=self.now, rate=self.times.rate)
         if self.binds:
-            name, new, last = self._name(self.rank), share.encode(), self._word
+            name, new, last = self._name(self.rank), queue.encode(), self._word
             while (there := self._store.compare_set(name, last.decode(), new.decode())) != new:
-                found, last = Share.decode(there), there
+                found, last = WorkQueue.decode(there), there
                 if self._word and found.loader == self._loader:
-                    self._word, self._share = there, found
+                    self._word, self._queue = there, found
                     return False
                 self._require_to_be_alone(found)
                 if found.loader != self._loader and found.step > (self._pass or 0):
@@ -292,11 +294,11 @@ class Shares:
                         math.inf
                     )  # two loaders alike take turns, here and elsewhere: words are of either pass
             self._word = new
-        self._share = share
+        self._queue = queue
         return True
 
-    def _require_to_be_alone(self, other: Share) -> None:
-        """Refuse to go on where another loader's word, or one of an earlier pass, is of a share that still counts.
+    def _require_to_be_alone(self, other: WorkQueue) -> None:
+        """Refuse to go on where another loader's word, or one of an earlier pass, is of a queue that still counts.
 
         Raises:
             RuntimeError: it is another process's, has taken the place of this loader's, or counts in this step.
@@ -308,9 +310,9 @@ class Shares:
                 "Give each its own rank; where ranks compute together, give mesh=, the data-parallel dimensions of the "
                 "mesh of all ranks"
             )
-        is_replaced = bool(self._word) and bool(Share.decode(self._word).microbatches)
-        is_alike = other.loader != self._loader and other.minibatch == self._share.minibatch
-        if is_replaced or (other.step == self._share.step and (other.is_torn or is_alike)):
+        is_replaced = bool(self._word) and bool(WorkQueue.decode(self._word).microbatches)
+        is_alike = other.loader != self._loader and other.minibatch == self._queue.minibatch
+        if is_replaced or (other.step == self._queue.step and (other.is_torn or is_alike)):
             raise RuntimeError(
                 f"rank {self.rank} has begun a minibatch twice in one step, with two loaders alike or by iterating one "
                 "again: samples that went to or from other ranks the first time would count twice or not at all, or in "
@@ -325,7 +327,7 @@ class Shares:
         """The name of a choice that is told or heard, which no other one has had that may still be there."""
         if not self._num_told:
             minibatch, num_again = self._choices
-            self._choices = self._share.minibatch, num_again + 1 if minibatch == self._share.minibatch else 0
+            self._choices = self._queue.minibatch, num_again + 1 if minibatch == self._queue.minibatch else 0
         self._num_told += 1
         return f"{self._told_name}/{self._num_told - 1}"
 

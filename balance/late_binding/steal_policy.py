@@ -1,4 +1,4 @@
-"""Messages of ranks about their shares, and the choice of samples that should move."""
+"""Work stealing within a minibatch: what a rank tells of its work queue, and which samples another one steals."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from odc.balance.policies.packing import best_fit_decreasing, pack
 OVERDUE = 0.1
 """What is left of a microbatch that should be through already, of its whole time."""
 LEAST_EXCESS = 0.02
-"""Of a rank's share: who will be late by less begins nothing in parts."""
+"""Of a rank's queue: who will be late by less begins nothing in parts."""
 LEAST_LEAD = 0.08
-"""Of a rank's share: by so much another rank has to be later for what it gives to join a microbatch of this one."""
+"""Of a rank's queue: by so much another rank has to be later for what it gives to join a microbatch of this one."""
 CHEAP = 0.12
 """Of the samples of an average microbatch: where a further one costs less, samples are better taken later, when more
 is known."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """What a rank tells of its part of a minibatch."""
+class WorkQueue:
+    """What is left of a rank's part of a minibatch, as the other ranks read it in the store."""
 
     microbatches: Parts
     """Not begun; positions of samples in the minibatch."""
@@ -38,43 +38,43 @@ class Share:
     common."""
     rate: float
     """Cost per second that it was found to compute; 0: not known yet."""
-    takers: list[int]
-    """Ranks that have taken something from it, one for each time; so no two words are alike."""
-    has_taken: bool = False
-    """Whether it has samples of others."""
+    thieves: list[int]
+    """Ranks that have stolen from this queue, one entry for each time; so no two words are alike."""
+    has_stolen: bool = False
+    """Whether this rank has stolen samples of others."""
     is_through: bool = False
     minibatch: str = ""
     """The pass over the data, and the minibatch of it."""
     step: int = 0
     """Minibatches of ODC that ended before it."""
     loader: str = ""
-    """Process and loader whose share it is."""
+    """Process and loader whose queue it is."""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @staticmethod
-    def decode(word: bytes) -> Share:
-        return Share(**json.loads(word))
+    def decode(word: bytes) -> WorkQueue:
+        return WorkQueue(**json.loads(word))
 
     @property
     def is_torn(self) -> bool:
         """Whether samples have moved in a minibatch that this rank has left in the middle."""
-        return not self.is_through and (self.has_taken or bool(self.takers))
+        return not self.is_through and (self.has_stolen or bool(self.thieves))
 
 
-def falling(plan: Plan) -> Plan:
-    """The plan with the same samples on each rank, in the microbatches of :func:`packed_falling`."""
-    return replace(plan, microbatches=packed_falling(shares_of(plan), plan.lengths, plan.costs, plan.max_tokens))
+def largest_first(plan: Plan) -> Plan:
+    """The plan with the same samples on each rank, in the microbatches of :func:`pack_largest_first`."""
+    return replace(plan, microbatches=pack_largest_first(queues_of(plan), plan.lengths, plan.costs, plan.max_tokens))
 
 
-def shares_of(plan: Plan) -> Parts:
+def queues_of(plan: Plan) -> Parts:
     """The samples of each rank."""
-    shares = plan.microbatches
-    return shares.ranks if isinstance(shares, PackedOnDemand) else [list(itertools.chain(*mine)) for mine in shares]
+    queues = plan.microbatches
+    return queues.ranks if isinstance(queues, PackedOnDemand) else [list(itertools.chain(*mine)) for mine in queues]
 
 
-def packed_falling(ranks: Parts, lengths: IntArray, costs: FloatArray, max_tokens: int) -> PackedOnDemand:
+def pack_largest_first(ranks: Parts, lengths: IntArray, costs: FloatArray, max_tokens: int) -> PackedOnDemand:
     """Microbatches of which the first are as full as can be and the last one small: that is left to take when a rank
     turns out to be late. Not where that needs more microbatches.
 
@@ -94,15 +94,15 @@ def packed_falling(ranks: Parts, lengths: IntArray, costs: FloatArray, max_token
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """When ranks will be through with a minibatch, as seen at one moment, and what should go from one to another."""
+class StealPolicy:
+    """When ranks will end a minibatch, as estimated at one moment, and what one of them should steal from another."""
 
     plan: Plan
     now: float
     """In seconds since all ranks last met."""
     rate: float
     """Of this rank; taken for those of which none is known."""
-    busy: Share | None = None
+    busy: WorkQueue | None = None
     """Of this rank, if its device is not through with what it has begun last."""
 
     @property
@@ -123,21 +123,21 @@ class Outlook:
         """Cost of what this rank is not through with once it has begun a microbatch of these samples."""
         return self.cost(part) + (self.start - self.now) * self.rate
 
-    def rate_of(self, share: Share) -> float:
-        return share.rate or self.rate
+    def rate_of(self, queue: WorkQueue) -> float:
+        return queue.rate or self.rate
 
-    def end(self, share: Share) -> float:
+    def end(self, queue: WorkQueue) -> float:
         """When a rank will be through, if nothing is taken from it."""
-        rate = self.rate_of(share)
-        left_s = max(share.since + share.running / rate - self.now, OVERDUE * share.running / rate)
-        return self.now + left_s + sum(map(self.cost, share.microbatches)) / rate
+        rate = self.rate_of(queue)
+        left_s = max(queue.since + queue.running / rate - self.now, OVERDUE * queue.running / rate)
+        return self.now + left_s + sum(map(self.cost, queue.microbatches)) / rate
 
     def may_split(self, parts: Parts) -> bool:
         """Whether it is worth a look at the others: something can be split, and little lies behind it."""
         first, *behind = parts
         return bool(self.rate) and len(first) > 1 and sum(map(self.cost, behind)) <= self.cost(first)
 
-    def split(self, parts: Parts, others: list[Share]) -> Parts:
+    def split(self, parts: Parts, others: list[WorkQueue]) -> Parts:
         """``parts`` of this rank, the first of them in two if others can then take the second half of it.
 
         It is if this rank will be later than the mean by more than what a further microbatch costs, and what it would
@@ -164,27 +164,27 @@ class Outlook:
         """
         return bool(self.rate) and self.plan.microbatch_cost * num_planned >= CHEAP * self.mean_share
 
-    def join(self, part: list[int], share: Share) -> list[int]:
-        """What this rank should take of another one's last microbatch into ``part``, the last of its own, so that both
+    def join(self, part: list[int], queue: WorkQueue) -> list[int]:
+        """What this rank should steal of another one's last microbatch into ``part``, the last of its own, so that both
         end as early as can be: of the samples for which there is room. None if that one is not much later."""
-        if not share.microbatches:
+        if not queue.microbatches:
             return []
         room = self.plan.max_tokens - int(self.plan.lengths[part].sum())
-        last = [sample for sample in share.microbatches[-1] if self.plan.lengths[sample] <= room]
-        mine, theirs = self.start + self.cost(part) / self.rate, self.end(share)
+        last = [sample for sample in queue.microbatches[-1] if self.plan.lengths[sample] <= room]
+        mine, theirs = self.start + self.cost(part) / self.rate, self.end(queue)
         if not last or theirs - mine <= LEAST_LEAD * self.mean_share / self.rate:
             return []
-        taken = self._largest(last, (theirs - mine) / (1 / self.rate + 1 / self.rate_of(share)), room)
+        taken = self._largest(last, (theirs - mine) / (1 / self.rate + 1 / self.rate_of(queue)), room)
         if not taken and mine + float(self.plan.costs[least := self._cheapest(last)]) / self.rate < theirs:
             return [least]
         return taken
 
-    def take(self, share: Share) -> list[int]:
-        """What this rank should take of another one's last microbatch, so that both end as early as can be; none if
+    def steal(self, queue: WorkQueue) -> list[int]:
+        """What this rank should steal of another one's last microbatch, so that both end as early as can be; none if
         that one would be through earlier by itself."""
-        if not self.rate or not share.microbatches:
+        if not self.rate or not queue.microbatches:
             return []
-        last, rate, end = share.microbatches[-1], self.rate_of(share), self.end(share)
+        last, rate, end = queue.microbatches[-1], self.rate_of(queue), self.end(queue)
         # Both end at the same time with this much.
         even = (end - self.start - self.plan.microbatch_cost / self.rate) / (1 / self.rate + 1 / rate)
         if taken := self._largest(last, even):
