@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from odc.balance.late_binding.shares import Shares
+from odc.balance.late_binding.work_queues import WorkQueues
 from odc.bench.fake import streams
 from odc.bench.fake.cuda import AsynchronousFakeCudaTransport, register_fakes, register_prompt_fakes
 from odc.bench.gpu.setting import Setting
@@ -67,7 +67,7 @@ def lose_a_push() -> None:
 def take_and_leave() -> None:
     """What a rank takes from another's share is left there, too."""
     register_fakes()
-    Shares.take = lambda self, rank, share, part: True  # type: ignore[method-assign]
+    WorkQueues.steal = lambda self, rank, queue, part: True  # type: ignore[method-assign]
 
 
 def be_busy_until_the_host_waits() -> None:
