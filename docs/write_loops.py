@@ -5,6 +5,7 @@ Run ``.venv/bin/python docs/write_loops.py``. A test fails if the page differs f
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,20 +25,35 @@ _HEAD = """\
 
 The tests run these {number} training loops twice on the same ranks: over FSDP's collectives, and with one more line,
 `odc.patch_fsdp(model)`. They compare losses, gradients, norms and parameters on each rank: bit by bit if sums have one
-order, otherwise within the tolerance shown. Look for a loop like yours. Names are those in the tests
+order, otherwise within the tolerance shown. For your own loop, see
+[what your loop may do](quickstart.md#what-your-loop-may-do). Names are those in the tests
 ([FSDP2](../tests/fsdp/test_fsdp2_scripts.py), [FSDP1](../tests/fsdp/test_fsdp1_scripts.py),
 [changing weights](../tests/fsdp/test_changing_scripts.py)); [the code of the loops](../tests/rigs/fsdp_scripts).
+See also [108 combinations of options](conformance.md) and generated scripts (`odc bench parity`).
 
 Two differences from plain FSDP are intended:
 
-- After `patch_fsdp` and after `zero_grad()`, `.grad` is not None. It stands for the gradient to come
-  ([details](quickstart.md#what-grad-is)).
+- `.grad` [is not None](quickstart.md#what-grad-is) after `patch_fsdp` and after `zero_grad()`.
 - After an evaluation, plain FSDP2 leaves the root's parameters gathered until the next backward. Clipping or clearing
   `model.parameters()` then misses the root's gradients. If the script steps before that backward, the next forward uses
   the root's old parameters. Under ODC an evaluation changes nothing
   ([test](../tests/fsdp/test_evaluation_alone.py)).
+"""
 
-See also [108 combinations of options](conformance.md) and generated scripts (`odc bench parity`).
+_PAIRS = """\
+## All pairs of other choices
+
+{number} generated loops contain every pair of these choices; `-m extended` runs them under FSDP1 and FSDP2:
+
+- what first asks for gradients: clipping by norm or value, scaling by hand, reading by hand, or the step
+- how gradients are cleared, and when
+- who updates parameters: one optimizer, two, one for some parameters, a `GradScaler`, or the script
+- whether ranks have no microbatch in turn, or never
+- whether gradients are read after the step, a loss is all-reduced, all ranks evaluate before each step, views of
+  gradients are kept, parameters are resharded after the forward
+
+Left out: some loops that step by hand and also all-reduce or evaluate. They need
+[`session.finish()` and `session.publish()`](quickstart.md#what-your-loop-may-do).
 """
 
 
@@ -54,40 +70,27 @@ def page() -> str:
     number = sum(len(ours) + len(theirs) for _, ours, theirs in groups) + len(fsdp1.PAIRS)
     parts = [_HEAD.format(number=number)]
     for title, ours, theirs in groups:
-        parts += [f"## {title}\n", *_rows(ours, theirs)]
-    return "\n".join([*parts, *_pairs()]) + "\n"
+        parts += [f"## {title}\n", *_lists(ours, theirs)]
+    return "\n".join([*parts, _PAIRS.format(number=len(pairs.covering(pairs.FACTORS)))])
 
 
-def _rows(ours: Mapping[str, Case], theirs: Mapping[str, Case]) -> Iterator[str]:
-    """A table of some loops by FSDP."""
-    names = sorted({**ours, **theirs}, key=str.lower)
-    columns = [("FSDP2", ours), ("FSDP1", theirs)][: 1 + bool(theirs)]
-    yield from _table(
-        ["loop", *(name for name, _ in columns)],
-        [[name, *(_equality(cases.get(name)) for _, cases in columns)] for name in names],
-    )
+def _lists(ours: Mapping[str, Case], theirs: Mapping[str, Case]) -> Iterator[str]:
+    """The names of some loops, by what they equal under which FSDP."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted({**ours, **theirs}, key=str.lower):
+        run = {fsdp: cases[name].tolerance for fsdp, cases in (("FSDP2", ours), ("FSDP1", theirs)) if name in cases}
+        (tolerance,) = set(run.values())  # of both, if both run it
+        equality = f"within {tolerance:g}" if tolerance else "bit-equal"
+        groups.setdefault(f"{' and '.join(run)}, {equality}", []).append(name)
+    for group in sorted(groups, key=lambda group: -len(groups[group])):
+        yield f"**{group}**: {'; '.join(_variants(groups[group]))}.\n"
 
 
-def _equality(case: Case | None) -> str:
-    if case is None:
-        return ""
-    return f"within {case.tolerance:g}" if case.tolerance else "bit-equal"
-
-
-def _pairs() -> Iterator[str]:
-    yield "## All pairs of other choices\n"
-    yield "One of these loops has each pair of values. `-m extended` runs all of them under FSDP1 and FSDP2.\n"
-    yield from _table(list(pairs.FACTORS), [list(map(_word, loop.values())) for loop in pairs.covering(pairs.FACTORS)])
-
-
-def _word(value: object) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}"
-    yield from (f"| {' | '.join(row)} |" for row in rows)
-    yield ""
+def _variants(names: Sequence[str]) -> Iterator[str]:
+    """Names that begin with the same words up to a comma as one: "a; a, b; a, c" as "a (plain; b; c)"."""
+    for base, group in itertools.groupby(names, key=lambda name: name.partition(", ")[0]):
+        variants = "; ".join(name.partition(", ")[2] or "plain" for name in group)
+        yield base if variants == "plain" else f"{base} ({variants})"
 
 
 if __name__ == "__main__":
