@@ -25,8 +25,8 @@ VARIABLES = {
     config.TRANSPORT: ('"auto"', "Name of a transport; overrides `transport=` and `--transport`."),
     config.STAGING: (
         '"auto"',
-        "`on`: FSDP2 copies parameters and gradients through flat buffers, as it does for collectives. By default ODC "
-        "gathers into parameters and pushes from gradients directly. For comparisons and to rule out a fault.",
+        "`on`: FSDP2 copies parameters and gradients through flat buffers, as for collectives. For comparisons and to "
+        "rule out a fault.",
     ),
     config.SHARE: (
         '"auto"',
@@ -65,8 +65,7 @@ OTHERS_VARIABLES = {
 _HEAD = """\
 # Options and environment variables
 
-A variable overrides an argument or an option, so a limit can be changed without editing the script. Set variables
-identically on all ranks unless a row says otherwise.
+A variable overrides an argument or an option. Set variables identically on all ranks unless a row says otherwise.
 """
 
 
@@ -95,7 +94,7 @@ def _run() -> Iterator[str]:
     yield "## `odc run`\n"
     yield (
         "`odc run [options] [-m] script.py [arguments of the script]`. All other options are torchrun's "
-        "(`odc run -h` lists them). `torchrun ... -m odc.run [options] script.py` accepts the same options.\n"
+        "(`odc run -h` lists them). `torchrun ... -m odc.run` and `odc exec` take these, too.\n"
     )
     actions = (action for action in odc_options()._actions if action.help != "==SUPPRESS==")
     yield from _table(
@@ -113,16 +112,24 @@ def _run() -> Iterator[str]:
 
 def _commands() -> Iterator[str]:
     group: Any = typer.main.get_command(app)
+    plan = _options(group.commands["plan"])
     for name in ("plan", "simulate", "doctor"):
         command = group.commands[name]
         arguments = [param for param in command.params if param.param_type_name == "argument"]
-        yield f"## `odc {name}`\n"
         words = " ".join(["odc", name, *(param.name.upper() for param in arguments), "[options]"])
-        yield f"`{words}`\n"
+        yield f"## `odc {name}`\n\n`{words}`\n"
         for param in arguments:
-            default = f" Default: {_default(param.default)}." if param.default is not None else ""
-            yield f"`{param.name.upper()}`: {_sentence(param.help)}{default}\n"
-        yield from _options(command)
+            yield f"`{param.name.upper()}`: " + (
+                f"{_sentence(param.help)}\n"
+                if name == "plan"
+                else f"As of `odc plan`. Default: {_default(param.default)}.\n"
+            )
+        rows = _options(command)
+        again = [row for row in rows if name == "simulate" and row in plan]
+        own = [row for row in rows if row not in again]
+        if again:
+            own.append((", ".join(names for names, _, _ in again), "", "As of `odc plan`."))
+        yield from _table(("option", "default", "what it does"), own)
 
 
 def _bench() -> Iterator[str]:
@@ -144,13 +151,12 @@ def _bench() -> Iterator[str]:
     )
 
 
-def _options(command: Any) -> Iterator[str]:
-    rows = (
+def _options(command: Any) -> list[tuple[str, str, str]]:
+    return [
         (_code([*param.opts, *param.secondary_opts], param.metavar), _default(param.default), _sentence(param.help))
         for param in command.params
         if param.param_type_name == "option" and not param.hidden
-    )
-    yield from _table(("option", "default", "what it does"), rows)
+    ]
 
 
 def _code(names: Iterable[str], metavar: object) -> str:
