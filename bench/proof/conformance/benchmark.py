@@ -130,7 +130,8 @@ def write_markdown(path: Path, outcomes: Sequence[Outcome], environment: Mapping
         _CELLS,
         _table((*ROW, *map(", ".join, COLUMNS)), _rows(outcomes)),
         "## Axes\n",
-        _table(("axis", "value", "meaning"), [(axis, v, MEANINGS[v]) for axis, vs in AXES.items() for v in vs]),
+        *(f"- {axis}: {', '.join(f'*{v}* ({MEANINGS[v]})' for v in values)}" for axis, values in AXES.items()),
+        "",
     ]
     if reasons := [(o.cell.name, o.status, _one_line(o.reason)) for o in outcomes if o.status != "passed"]:
         parts += ["## Refused and failed\n", _table(("cell", "result", "reason"), reasons)]
