@@ -83,7 +83,7 @@ def _lists(ours: Mapping[str, Case], theirs: Mapping[str, Case]) -> Iterator[str
         equality = f"within {tolerance:g}" if tolerance else "bit-equal"
         groups.setdefault(f"{' and '.join(run)}, {equality}", []).append(name)
     for group in sorted(groups, key=lambda group: -len(groups[group])):
-        yield f"**{group}**: {'; '.join(_variants(groups[group]))}.\n"
+        yield "\n".join([f"**{group}**\n", *(f"- {line}" for line in _variants(groups[group])), ""])
 
 
 def _variants(names: Sequence[str]) -> Iterator[str]:
