@@ -7,19 +7,36 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from odc._version import __version__
 from odc.cli.bench import bench
+from odc.cli.deprecated import modern
 from odc.cli.doctor.command import doctor
 from odc.cli.exec import exec_
-from odc.cli.plan import plan
+from odc.cli.output import errors_in_one_line
+from odc.cli.plan import context_parallel, hosts, modalities, plan, rollouts
 from odc.cli.run import run
+from odc.cli.settings import describe
 from odc.cli.simulate import simulate
 
 _HELP = {"help_option_names": ["-h", "--help"]}  # of subcommands too
 
+
+class _Commands(TyperGroup):
+    """A command may have two words, as ``odc plan hosts``; old options are understood for one more release."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        with errors_in_one_line():
+            name, arguments, warning = modern(args[0], args[1:], self.commands)
+        if warning:
+            typer.echo(warning, err=True)
+        return super().resolve_command(ctx, [name, *arguments])
+
+
 app = typer.Typer(
     name="odc",
+    cls=_Commands,
     context_settings=_HELP,
     no_args_is_help=True,
     add_completion=False,
@@ -53,8 +70,16 @@ def _paragraphs(command: Callable[..., Any]) -> str:
     return "\n\n".join(text if text.startswith(" ") else " ".join(text.split()) for text in paragraphs)
 
 
-for _command in (plan, simulate, doctor):
-    app.command(help=_paragraphs(_command))(_command)
+for _name, _command in {
+    "plan": plan,
+    "plan context-parallel": context_parallel,
+    "plan hosts": hosts,
+    "plan rollouts": rollouts,
+    "plan modalities": modalities,
+    "simulate": simulate,
+    "doctor": doctor,
+}.items():
+    app.command(_name, help=_paragraphs(_command), epilog=describe(getattr(_command, "keys", ())))(_command)
 
 
 # The options are torchrun's and the script's own, or a benchmark's: typer hands them on as they are.

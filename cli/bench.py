@@ -112,7 +112,7 @@ def write_lengths(
     samples: Annotated[int, typer.Option(min=1, help="How many to draw.")] = 10_000,
     seed: Annotated[int, typer.Option(min=0, help="Draws others.")] = 0,
 ) -> None:
-    """Write lengths of made-up samples as a model of OrchMLLM's table 1 sees them, for odc plan --modality.
+    """Write lengths of made-up samples as a model of OrchMLLM's table 1 sees them, for odc plan modalities.
 
     One line each: the whole sequence, and of each item its tokens in the encoder and the rows that come out.
     """

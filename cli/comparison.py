@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -17,8 +18,8 @@ from odc.balance.plan import Comm
 from odc.balance.simulate import PlannedEpoch
 from odc.balance.simulate.simulator import BestFitRows
 from odc.cli.costs import Training
-from odc.cli.lengths import shuffled
-from odc.cli.output import gigabytes, significant
+from odc.cli.lengths import describe, shuffled
+from odc.cli.output import gigabytes, new_table, show_report, significant
 
 BASELINE: tuple[str, Comm] = ("lb-micro", "collective")
 COMM_NAMES: dict[Comm, str] = {"collective": "FSDP", "odc": "ODC"}
@@ -119,28 +120,49 @@ def table(found: ByOrder) -> Table:
     best = max(everything, key=lambda simulation: simulation.samples_per_time)
     baseline = found["shuffled"].baseline
     title = f"Bubble rate and throughput; speedup over {baseline.policy} with {COMM_NAMES[baseline.comm]}"
-    result = Table(title=title, title_justify="left", expand=False)
-    result.add_column("policy", no_wrap=True)
-    result.add_column("with", no_wrap=True)
-    for name in ("bubble\nrate", "samples/s", "speedup", "planning", "memory"):
-        result.add_column(name, justify="right", no_wrap=True)
+    result = new_table(title, "policy", "with", ">bubble\nrate", ">samples/s", ">speedup", ">planning", ">memory")
     for order, comparison in found.items():
         if order != "shuffled":
             result.add_section()
             result.add_row(_HEADINGS[order], style="italic")
         for simulation in comparison.simulations.values():
-            memory = gigabytes(comparison.memory_bytes(simulation))
             result.add_row(
-                simulation.policy,
-                COMM_NAMES[simulation.comm],
-                f"{simulation.bubble_rate:.1%}",
-                significant(simulation.samples_per_time),
-                f"{simulation.speedup(baseline):.2f}x",
+                *cells(simulation, baseline),
                 duration(simulation.planning_s),
-                memory if comparison.fits(simulation) else f"[red]{memory}[/red]",
+                memory_cell(comparison.memory_bytes(simulation), fits=comparison.fits(simulation)),
                 style="bold green" if simulation is best else None,
             )
     return result
+
+
+def cells(simulation: Simulation, baseline: Simulation) -> tuple[str, str, str, str, str]:
+    """Policy, communication, bubble rate, samples/s and speedup."""
+    return (
+        simulation.policy,
+        COMM_NAMES[simulation.comm],
+        f"{simulation.bubble_rate:.1%}",
+        significant(simulation.samples_per_time),
+        f"{simulation.speedup(baseline):.2f}x",
+    )
+
+
+def memory_cell(num_bytes: float, *, fits: bool) -> str:
+    """Red where it is more than there is."""
+    return gigabytes(num_bytes) if fits else f"[red]{gigabytes(num_bytes)}[/red]"
+
+
+def show(found: ByOrder, lengths: str, recommendation: str, plot: Path | None, note: str = "") -> None:
+    """Print the table, and what it is of."""
+    comparison = found["shuffled"]
+    scenario, longest = comparison.scenario, int(comparison.lengths.max())
+    header = (
+        f"{describe(comparison.lengths)}. {scenario.world_size} ranks, {scenario.minibatch_size} samples each per "
+        f"minibatch, {comparison.baseline.makespans.size} minibatches planned."
+    )
+    memory = memory_note(comparison.training, int(scenario.max_tokens or longest))
+    costs = f"{comparison.training.about}. Memory per device is an estimate: {memory}."
+    notes = [note] if note else []
+    show_report([header], lengths, [table(found)], costs, notes=notes, advice=recommendation, plot=plot)
 
 
 def duration(seconds: float) -> str:
@@ -294,11 +316,11 @@ def misfit(comparison: Comparison, simulation: Simulation) -> str:
     if needed - training.state_bytes(comm) + training.state.unsharded_bytes < memory:
         ways.append("more ranks")
     if not training.recompute:
-        ways.append("--recompute")
+        ways.append("--set recompute=yes")
     if limit and limit < longest and training.group is None:
-        ways.append("--context-parallel")
+        ways.append("odc plan context-parallel")
     if limit:
-        ways.append(f"--max-tokens {limit // training.group_size}{' --truncate' if limit < longest else ''}")
+        ways.append(f"--max-tokens {limit // training.group_size}{' --set truncate=yes' if limit < longest else ''}")
     return f"{what} of {gigabytes(memory)}. Use {', or '.join([*ways, 'a device with more memory'])}."
 
 
@@ -311,7 +333,7 @@ def _about_longest(comparison: Comparison, odc: Simulation) -> str:
     way_out = f"with --minibatch-size {size}, in fewer than half" if size else "a larger minibatch would hide them"
     return (
         f" The longest samples hold ODC back: one alone takes longer than a rank's fair share in {fixed:.0%} of "
-        f"the minibatches; {way_out}. --context-parallel divides them."
+        f"the minibatches; {way_out}. odc plan context-parallel divides them."
     )
 
 

@@ -1,4 +1,4 @@
-"""``odc plan --context-parallel``: groups of devices that compute the same microbatches, by the size of the groups."""
+"""``odc plan context-parallel``: groups of devices that compute the same microbatches, by the size of the groups."""
 
 from __future__ import annotations
 
@@ -8,17 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from odc.balance import Machine, Scenario, Simulation
 from odc.balance.checks import IntArray
 from odc.balance.costs.devices import DEVICES, LINKS
 from odc.balance.plan import Comm
-from odc.cli.comparison import COMM_NAMES, NOT_WORTH_IT, NOTHING, Comparison, compare, misfit, rows
+from odc.cli.comparison import (
+    COMM_NAMES,
+    NOT_WORTH_IT,
+    NOTHING,
+    Comparison,
+    cells,
+    compare,
+    memory_cell,
+    misfit,
+    rows,
+)
 from odc.cli.costs import Training
 from odc.cli.lengths import describe
-from odc.cli.output import gigabytes, output, significant
+from odc.cli.output import new_table, show_report, significant
 from odc.errors import shown
 
 POLICIES = ("lb-micro", "lb-micro-global", "lb-mini")
@@ -42,7 +51,7 @@ def parse_groups(sizes: str, link: str, world_size: int, device: str) -> dict[in
     if any(number < 1 or world_size % number for number in numbers):
         divisors = [number for number in range(1, min(world_size, 64) + 1) if world_size % number == 0]
         raise ValueError(
-            f"--context-parallel {shown(sizes)}: expected sizes of groups, separated by commas, that divide "
+            f"--sizes {shown(sizes)}: expected sizes of groups, separated by commas, that divide "
             f"--world-size {world_size}: {', '.join(map(str, divisors))}"
         )
     links = [_parse_link(word.strip(), device) for word in link.split(",")]
@@ -99,23 +108,13 @@ def table(found: BySize) -> Table:
         "Bubble rate and throughput by devices of a group; speedup over "
         f"{baseline.policy} with {COMM_NAMES[baseline.comm]}{_on_groups(smallest)}"
     )
-    result = Table(title=title, title_justify="left", expand=False)
-    result.add_column("group", justify="right", no_wrap=True)
-    for name in ("policy", "with"):
-        result.add_column(name, no_wrap=True)
-    for name in ("bubble\nrate", "samples/s", "speedup", "memory"):
-        result.add_column(name, justify="right", no_wrap=True)
+    result = new_table(title, ">group", "policy", "with", ">bubble\nrate", ">samples/s", ">speedup", ">memory")
     for size, comparison in found.items():
         for simulation in comparison.simulations.values():
-            memory = gigabytes(comparison.memory_bytes(simulation))
             result.add_row(
                 str(size),
-                simulation.policy,
-                COMM_NAMES[simulation.comm],
-                f"{simulation.bubble_rate:.1%}",
-                significant(simulation.samples_per_time),
-                f"{simulation.speedup(baseline):.2f}x",
-                memory if comparison.fits(simulation) else f"[red]{memory}[/red]",
+                *cells(simulation, baseline),
+                memory_cell(comparison.memory_bytes(simulation), fits=comparison.fits(simulation)),
                 style="bold green" if simulation is best.simulation else None,
             )
         result.add_section()
@@ -124,15 +123,14 @@ def table(found: BySize) -> Table:
 
 def table_of_groups(found: BySize) -> Table:
     """What a group of each size can hold, and what it exchanges."""
-    result = Table(title="What a group can hold, and what it exchanges", title_justify="left", expand=False)
-    for name in (
-        "group",
-        "largest\nmicrobatch",
-        "longest sample\nthat would fit",
-        "link",
-        "part of the time\nthat is exchange",
-    ):
-        result.add_column(name, justify="right", no_wrap=True)
+    result = new_table(
+        "What a group can hold, and what it exchanges",
+        ">group",
+        ">largest\nmicrobatch",
+        ">longest sample\nthat would fit",
+        ">link",
+        ">part of the time\nthat is exchange",
+    )
     for size, comparison in found.items():
         group = comparison.training.group
         assert group is not None
@@ -195,26 +193,18 @@ def report_groups(found: BySize, lengths: str, *, as_json: bool, plot: Path | No
     if as_json:
         typer.echo(json.dumps({"lengths": lengths, **to_json(found, recommendation)}))
         return
-    console = output()
     smallest, first = next(iter(found.items()))
-    console.print(
+    header = (
         f"{describe(first.lengths)}. {smallest * first.scenario.world_size} devices, "
         f"{first.scenario.minibatch_size // smallest} samples per device and minibatch, "
-        f"{first.baseline.makespans.size} minibatches planned.",
-        highlight=False,
+        f"{first.baseline.makespans.size} minibatches planned."
     )
-    console.print(f"Lengths: {escape(lengths)}.", style="dim", highlight=False)
-    console.print(table(found))
-    console.print(table_of_groups(found))
-    console.print(
-        f"Costs: {escape(first.training.about)}. Attention is divided evenly; keys and values are exchanged by an "
-        "all-gather that nothing hides. Memory per device is an estimate.",
-        style="dim",
-        highlight=False,
+    costs = (
+        f"{first.training.about}. Attention is divided evenly; keys and values are exchanged by an all-gather that "
+        "nothing hides. Memory per device is an estimate."
     )
-    console.print(f"\n[bold]{escape(recommendation)}[/bold]", highlight=False)
-    if plot is not None:
-        console.print(f"Pictures: {escape(str(plot))}", highlight=False)
+    tables = [table(found), table_of_groups(found)]
+    show_report([header], lengths, tables, costs, advice=recommendation, plot=plot)
 
 
 # What to make of it
@@ -276,7 +266,9 @@ def recommend(found: BySize) -> str:
     text += _about_groups(chosen, found, fitting)
     machine = chosen.comparison.machines[chosen.simulation.comm]
     if chosen.simulation.comm == "collective" and not machine.noise and chosen.comparison.scenario.speeds is None:
-        text += " Costs are taken as exact and devices as equal: --noise and --speeds show what else ODC evens out."
+        text += (
+            " Costs are taken as exact and devices as equal: noise= and speeds= (--set) show what else ODC evens out."
+        )
     if chosen.comparison.fits(chosen.simulation):
         return text
     return f"Does not fit: {misfit(chosen.comparison, chosen.simulation)} Memory aside: {text}"

@@ -150,7 +150,7 @@ def make_training(
     if microbatch_cost is not None:
         microbatch_s, about = (
             microbatch_cost,
-            f"{about}, and {microbatch_cost:g} s for each microbatch (--microbatch-cost)",
+            f"{about}, and {microbatch_cost:g} s for each microbatch (microbatch-cost)",
         )
     shape = TransformerShape.from_config(model)
     gather_ms, scatter_ms = transfers_ms

@@ -1,4 +1,4 @@
-"""``odc plan --hosts``: what crosses between hosts in a step, by the way to train, and what that takes."""
+"""``odc plan hosts``: what crosses between hosts in a step, by the way to train, and what that takes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from odc.balance.costs import ShardedState
 from odc.balance.costs.devices import DEVICES
 from odc.balance.plan import Comm
 from odc.balance.simulate.hosts import Crossing, Network, Sharding, mean_compute
-from odc.cli.comparison import COMM_NAMES, NOT_WORTH_IT, Comparison
+from odc.cli.comparison import COMM_NAMES, NOT_WORTH_IT, Comparison, cells, memory_cell
 from odc.cli.costs import PARAM_BYTES, REDUCED_BYTES, Training
-from odc.cli.output import gigabytes, significant
+from odc.cli.output import new_table, significant
 from odc.errors import shown
 
 _UNITS = {"Mb": 1e6 / 8, "Gb": 1e9 / 8, "MB": 1e6, "GB": 1e9}
@@ -126,22 +126,15 @@ def _sharded(training: Training, network: Network, sharding: Sharding) -> Traini
 def table(ways: Sequence[Way], network: Network) -> Table:
     """At most 80 columns wide."""
     best, baseline = fastest(ways), ways[0].simulation
-    result = Table(
-        title=f"Over {network.num_hosts} hosts with {significant(network.bytes_per_s / 1e9)} GB/s into each, a step",
-        title_justify="left",
-        expand=False,
-    )
-    result.add_column("", no_wrap=True)
-    for name in ("into a\nhost", "transfers\nhidden", "samples/s", "speedup", "memory"):
-        result.add_column(name, justify="right", no_wrap=True)
+    title = f"Over {network.num_hosts} hosts with {significant(network.bytes_per_s / 1e9)} GB/s into each, a step"
+    result = new_table(title, "", ">into a\nhost", ">transfers\nhidden", ">samples/s", ">speedup", ">memory")
     for way in ways:
         result.add_row(
             way.name,
             f"{significant(way.crosses_bytes / 1e9)} GB",
             f"{way.hidden:.0%}",
-            significant(way.simulation.samples_per_time),
-            f"{way.simulation.speedup(baseline):.2f}x",
-            ("{}" if way.fits else "[red]{}[/red]").format(gigabytes(way.memory_bytes)),
+            *cells(way.simulation, baseline)[-2:],
+            memory_cell(way.memory_bytes, fits=way.fits),
             style="bold green" if way is best else None,
         )
     return result

@@ -328,7 +328,7 @@ def cut(lengths: IntArray, max_tokens: int | None, *, truncate: bool, devices: i
     """
     if max_tokens is None:
         if truncate:
-            raise ValueError("--truncate needs --max-tokens: the length to cut samples to")
+            raise ValueError("--set truncate=yes needs --max-tokens: the length to cut samples to")
         return lengths
     if truncate:
         return np.minimum(lengths, max_tokens * devices)
@@ -337,7 +337,8 @@ def cut(lengths: IntArray, max_tokens: int | None, *, truncate: bool, devices: i
         on_each, its_part = (f" on each of {devices} devices", f"1/{devices} of ") if devices > 1 else ("", "")
         raise ValueError(
             f"{too_long:,} of {lengths.size:,} samples are longer than --max-tokens {max_tokens}{on_each}: raise "
-            f"--max-tokens to {-(-longest // devices)}, {its_part}the longest sample, or cut them with --truncate"
+            f"--max-tokens to {-(-longest // devices)}, {its_part}the longest sample, or cut them with --set "
+            "truncate=yes"
         )
     return lengths
 
@@ -356,7 +357,7 @@ def check_enough(num_samples: int, source: str, minibatch_size: int, world_size:
         ValueError: there is none.
     """
     if num_samples < minibatch_size * world_size:
-        more = ", or raise --samples" if source in law_names() else ""
+        more = ", or raise samples" if source in law_names() else ""
         raise ValueError(
             f"{num_samples} samples make no minibatch of {minibatch_size} samples on each of {world_size} ranks"
             f"{wanted_by}: lower --minibatch-size or --world-size{more}"

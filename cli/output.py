@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.table import Table
 
 from odc._version import install_command
 from odc.errors import shorten
@@ -34,6 +36,41 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
+def new_table(title: str, *headings: str) -> Table:
+    """A table without rows; a heading with > before it is one of numbers, which stand to the right."""
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        name = heading.removeprefix(">")
+        table.add_column(name, justify="left" if name == heading else "right", no_wrap=True)
+    return table
+
+
+def show_report(
+    header: Iterable[str],
+    lengths: str,
+    tables: Iterable[Table],
+    costs: str,
+    *,
+    notes: Iterable[str] = (),
+    advice: str = "",
+    plot: Path | None = None,
+) -> None:
+    """Print a plan or a study: what it is of, what came of it, what it assumes, and what to make of it."""
+    say = partial(output().print, highlight=False)
+    for line in header:
+        say(escape(line))
+    say(f"Lengths: {escape(lengths)}.", style="dim")
+    for table in tables:
+        say(table)
+    say(f"Costs: {escape(costs)}", style="dim")
+    for line in notes:
+        say(escape(line))
+    if advice:
+        say(f"\n[bold]{escape(advice)}[/bold]")
+    if plot is not None:
+        say(f"Pictures: {escape(str(plot))}")
+
+
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
     """What users can cause ends the command with one line and status 2; Ctrl-C with 130."""
@@ -42,6 +79,8 @@ def errors_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted")
         raise typer.Exit(130) from None
+    except BrokenPipeError:  # whoever read the output has enough of it
+        raise
     except (ValueError, OverflowError, OSError, MemoryError, RecursionError) as error:
         line = f"[red]error:[/red] {escape(shorten(' '.join(_explain(error).split()), _LONGEST_ERROR))}"
         Console(stderr=True).print(line, highlight=False, soft_wrap=True)
@@ -76,13 +115,6 @@ def check_plot(path: Path | None) -> None:
         raise ValueError(f"--plot {path}: there is no folder {str(path.parent)!r}; make it first")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"--plot needs matplotlib: {install_command('plot')}")
-
-
-def check_finite(**options: float) -> None:
-    """Raises ValueError for an option, named with underscores, that is infinite or NaN."""
-    for name, value in options.items():
-        if not math.isfinite(value):
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected a finite number")
 
 
 def significant(value: float) -> str:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from odc.balance.plan import Comm
 from odc.cli.comparison import COMM_NAMES, duration
 from odc.cli.lengths import describe
 from odc.cli.modalities import LANGUAGE
-from odc.cli.output import output, progress_bar, significant
+from odc.cli.output import new_table, progress_bar, show_report, significant
 from odc.cli.phases import BALANCES_ENCODERS, Balanced, Moved, Outcome, PhaseComparison, Pieces
 
 # What to make of it
@@ -157,38 +156,27 @@ def report_phases(found: PhaseComparison, *, as_json: bool, plot: Path | None) -
     if as_json:
         typer.echo(json.dumps(phases_to_json(found, recommendation)))
         return
-    console = output()
-    console.print(
+    header = (
         f"{describe(found.dataset.tokens)}. {found.num_ranks} ranks, {found.minibatch_size} samples each per "
-        f"minibatch, {found.num_minibatches} minibatches planned.",
-        highlight=False,
+        f"minibatch, {found.num_minibatches} minibatches planned."
     )
-    for line in describe_items(found):
-        console.print(escape(line), highlight=False)
-    console.print(f"Lengths: {escape(found.dataset.about)}.", style="dim", highlight=False)
-    console.print(phase_table(found))
     costs = "; ".join((found.training.about, *(f"{each.name}: {each.about}" for each in found.modalities)))
     item_bytes = ", ".join(f"{each.name} {each.token_bytes:g} bytes a token" for each in found.modalities)
-    console.print(
-        f"Costs: {escape(costs)}. Moved, by all ranks per minibatch: items ({escape(item_bytes)}), what encoders make "
-        "of them (bf16) and its gradients, text. Moving takes no time here.",
-        style="dim",
-        highlight=False,
+    costs += (
+        f". Moved, by all ranks per minibatch: items ({item_bytes}), what encoders make of them (bf16) and its "
+        "gradients, text. Moving takes no time here."
     )
-    console.print(f"\n[bold]{escape(recommendation)}[/bold]", highlight=False)
-    if plot is not None:
-        console.print(f"Picture: {escape(str(plot))}", highlight=False)
+    lines, tables = [header, *describe_items(found)], [phase_table(found)]
+    show_report(lines, found.dataset.about, tables, costs, advice=recommendation, plot=plot)
 
 
 def phase_table(found: PhaseComparison) -> Table:
     """One row per choice and communication, at most 80 columns wide."""
     best = max(found.outcomes, key=lambda outcome: outcome.samples_per_s)
-    result = Table(title="Bubble rate and throughput; speedup over none with FSDP", title_justify="left", expand=False)
-    result.add_column("balanced", no_wrap=True)
-    result.add_column("with", no_wrap=True)
-    nodes = ("between\nnodes",) if found.ranks_per_node else ()
-    for name in ("bubble\nrate", "samples/s", "speedup", "planning", "MB\nmoved", *nodes):
-        result.add_column(name, justify="right", no_wrap=True)
+    title = "Bubble rate and throughput; speedup over none with FSDP"
+    numbers = (">bubble\nrate", ">samples/s", ">speedup", ">planning", ">MB\nmoved")
+    nodes = (">between\nnodes",) if found.ranks_per_node else ()
+    result = new_table(title, "balanced", "with", *numbers, *nodes)
     for outcome in found.outcomes:
         moved = [outcome.moved, *([outcome.between_nodes] if nodes else [])]
         result.add_row(

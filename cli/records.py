@@ -233,7 +233,7 @@ def _is_pair(value: object) -> bool:
 def how_to_plan(modalities: Sequence[str]) -> str:
     """What to do about fields that hold items of modalities, for messages."""
     options = " ".join(f"--modality {name}:..." for name in modalities)
-    return f"odc plan {shorten(options)} plans their encoders (odc plan --help tells how)"
+    return f"odc plan modalities {shorten(options)} plans their encoders (odc plan modalities --help tells how)"
 
 
 def _find(record: dict[str, Any], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -17,6 +17,7 @@ import typer
 from odc import config
 from odc.cli.app import app
 from odc.cli.bench import command_of
+from odc.cli.settings import KEYS, all_but
 from odc.launch.options import odc_options
 
 PAGE = Path(__file__).with_name("options.md")
@@ -112,24 +113,27 @@ def _run() -> Iterator[str]:
 
 def _commands() -> Iterator[str]:
     group: Any = typer.main.get_command(app)
-    plan = _options(group.commands["plan"])
-    for name in ("plan", "simulate", "doctor"):
+    of_plan = _options(group.commands["plan"])
+    for name in (name for name in group.commands if name.startswith("plan") or name in ("simulate", "doctor")):
         command = group.commands[name]
         arguments = [param for param in command.params if param.param_type_name == "argument"]
         words = " ".join(["odc", name, *(param.name.upper() for param in arguments), "[options]"])
         yield f"## `odc {name}`\n\n`{words}`\n"
-        for param in arguments:
-            yield f"`{param.name.upper()}`: " + (
-                f"{_sentence(param.help)}\n"
-                if name == "plan"
-                else f"As of `odc plan`. Default: {_default(param.default)}.\n"
-            )
+        for param in arguments if name in ("plan", "simulate") else ():
+            default = f" Default: {_default(param.default)}." if param.default is not None else ""
+            yield f"`{param.name.upper()}`: {_sentence(param.help)}{default}\n"
         rows = _options(command)
-        again = [row for row in rows if name == "simulate" and row in plan]
+        again = [row for row in rows if row in of_plan and name != "plan"]
         own = [row for row in rows if row not in again]
         if again:
             own.append((", ".join(names for names, _, _ in again), "", "As of `odc plan`."))
         yield from _table(("option", "default", "what it does"), own)
+        keys = getattr(command.callback, "keys", ())
+        if name == "plan":
+            rows = [(f"`{key}=`", _value(KEYS[key].default), _sentence(KEYS[key].help)) for key in keys]
+            yield from _table(("`--set`", "default", "what it does"), rows)
+        elif keys and keys != all_but():
+            yield f"Keys of `--set`: {', '.join(f'`{key}`' for key in keys)}.\n"
 
 
 def _bench() -> Iterator[str]:
@@ -149,6 +153,12 @@ def _bench() -> Iterator[str]:
         "`odc bench compare BEFORE.json AFTER.json` shows two results side by side; `odc bench figures [--check]` "
         "writes the figures of committed results into the documents.\n"
     )
+
+
+def _value(default: object) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return _default(default)
 
 
 def _options(command: Any) -> list[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ What is assumed: downsampling averages tokens, and connectors have two matrices 
 FLOPs, a backward two forwards. Not counted: softmax, norms, activations, lookups, and recomputation of activations.
 
 ``odc bench multimodal-lengths MLLM-10B --out mix.jsonl`` writes lengths of made-up samples
-(:mod:`odc.balance.simulate.modalities`) as one of the models sees them, for ``odc plan --modality``.
+(:mod:`odc.balance.simulate.modalities`) as one of the models sees them, for ``odc plan modalities``.
 """
 
 from __future__ import annotations
@@ -233,4 +233,4 @@ def write_lengths(model: str, out: Path, samples: int, seed: int) -> str:
         + ("" if each.layout == "packed" else f",layout={each.layout}")
         for name, each in size.encoders.items()
     ]
-    return f"odc plan {out} --model {size.preset} {' '.join(options)}"
+    return f"odc plan modalities {out} --model {size.preset} {' '.join(options)}"

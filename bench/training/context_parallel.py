@@ -1,4 +1,4 @@
-"""Does a run on groups of ranks reach what ``odc plan --context-parallel`` says? Emulated compute, real FSDP2.
+"""Does a run on groups of ranks reach what ``odc plan context-parallel`` says? Emulated compute, real FSDP2.
 
 As :mod:`.emulated`, but neighbouring ranks form groups that run the same microbatches, each a slice of every sample.
 Before each forward and backward of a layer the ranks of a group meet in a barrier, as they do to exchange keys and

@@ -28,7 +28,7 @@ whatever they compute. By default it grows with the ranks, which share the machi
 
 With ``--between`` the ranks are on two hosts: network namespaces, whose network passes so much (root and iproute2 are
 needed). Then ways are run for each kind of sharding, in turn, ``--repetitions`` times; each one's median run is shown.
-The plan is that of ``odc plan --hosts 2``, with what gloo sends (a reduce-scatter twice) and hides (nothing). Beside it
+The plan is that of ``odc plan hosts``, with what gloo sends (a reduce-scatter twice) and hides (nothing). Beside it
 stands what came into the first host:
 
     full             FSDP2 over all ranks; ODC with ``share_in_host="off"``

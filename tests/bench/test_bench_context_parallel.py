@@ -50,7 +50,7 @@ def test_plans_are_those_of_the_command(way: str, exactly: float, tmp_path: Path
     alone = settings(1).scenario()
     np.save(tmp_path / "a.npy", np.asarray(alone.lengths))
     options = ("--world-size", "4", "--minibatch-size", "2", "--max-tokens", str(alone.max_tokens))
-    arguments = ("plan", str(tmp_path / "a.npy"), *options, "--context-parallel", "1,2,4", "--json")
+    arguments = ("plan", "context-parallel", str(tmp_path / "a.npy"), *options, "--sizes", "1,2,4", "--json")
     found = json.loads(CliRunner().invoke(app, [*arguments]).stdout)
     comm, policy = WAYS[way]
     for group in found["groups"]:

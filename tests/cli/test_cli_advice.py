@@ -11,7 +11,7 @@ from cli_calls import plan, printed, saved, timings, words
 
 from odc.cli.output import gigabytes, significant
 
-SMALL = ["--samples", "1024", "--minibatches", "16", "--model", "qwen2.5-1.5b", "--no-reorder"]
+SMALL = ["--set", "samples=1024", "--set", "minibatches=16", "--model", "qwen2.5-1.5b", "--set", "reorder=no"]
 BOTH = ["--policy", "lb-micro", "--policy", "lb-mini"]
 
 
@@ -20,7 +20,19 @@ def advice(*arguments: str) -> str:
 
 
 def test_says_how_much_slower_odc_is_and_why() -> None:
-    arguments = ("aime", *SMALL, *BOTH, "--gather-ms", "5", "--scatter-ms", "5", "--overlap", "0", "--odc-slower", "5")
+    arguments = (
+        "aime",
+        *SMALL,
+        *BOTH,
+        "--set",
+        "gather-ms=5",
+        "--set",
+        "scatter-ms=5",
+        "--set",
+        "overlap=0",
+        "--set",
+        "odc-slower=5",
+    )
     found = plan(*arguments)
     rows = {(row["policy"], row["comm"]): row["samples_per_s"] for row in found["policies"]}
     fsdp = rows["lb-micro", "collective"]
@@ -40,12 +52,12 @@ def test_one_sample_each_hints_at_the_minibatch_size(longest: int, size: int, tm
     """One sample of 8 takes x times as long: the mean rank has (7 + x)n / 8, above x from n = 3.3 and 4.7."""
     text = advice(saved(tmp_path / "a.npy", [*[1000] * 7, longest] * 256), *SMALL[2:], "--minibatch-size", "1")
     assert "longest samples hold ODC back" in text
-    assert f"with --minibatch-size {size}, in fewer than half. --context-parallel divides them." in text
+    assert f"with --minibatch-size {size}, in fewer than half. odc plan context-parallel divides them." in text
 
 
 def test_somebody_who_may_reorder_and_one_who_may_not() -> None:
     """What plain FSDP has with lengths grouped is not kept from the first, nor its price from the second."""
-    found = plan("longalign", "--samples", "1024", "--model", "qwen2.5-1.5b")
+    found = plan("longalign", "--set", "samples=1024", "--model", "qwen2.5-1.5b")
     rates = {
         order: {(row["policy"], row["comm"]): row["samples_per_s"] for row in each["policies"]}
         for order, each in found["orders"].items()
@@ -63,7 +75,7 @@ def test_somebody_who_may_reorder_and_one_who_may_not() -> None:
     varies = {order: each["variation_of_lengths"] for order, each in found["orders"].items()}
     assert varies["grouped"] < varies["shuffled"] / 2
     assert f"vary by {varies['grouped']:.0%} of their mean, not {varies['shuffled']:.0%}" in text
-    table = printed("plan", "longalign", "--samples", "256", "--minibatches", "4")
+    table = printed("plan", "longalign", "--set", "samples=256", "--set", "minibatches=4")
     assert table.index("│ lengths grouped │") < table.index("│ packed by TRL   │")
 
 
@@ -82,19 +94,21 @@ def test_few_minibatches_are_called_rough() -> None:
 
 def test_what_a_microbatch_costs_besides() -> None:
     """Of samples of which each has a microbatch of its own, four a rank, a rank takes four times that longer."""
-    free, paid = (plan("longalign", *SMALL, "--policy", "none", *extra) for extra in ([], ["--microbatch-cost", "0.5"]))
+    free, paid = (
+        plan("longalign", *SMALL, "--policy", "none", *extra) for extra in ([], ["--set", "microbatch-cost=0.5"])
+    )
     for before, after in zip(free["policies"], paid["policies"], strict=True):
         assert 32 / after["samples_per_s"] == pytest.approx(32 / before["samples_per_s"] + 4 * 0.5)
     assert "0.5 s for each microbatch" in paid["costs"]
     assert "0.5 s for each" in printed(
-        "simulate", "aime", "--factor", "devices", "--values", "2", "--microbatch-cost", "0.5"
+        "simulate", "aime", "--factor", "devices", "--values", "2", "--set", "microbatch-cost=0.5"
     )
 
 
 def test_the_hint_without_a_size_that_is_enough(tmp_path: Path) -> None:
     lengths = [10] * 63 + [1_000_000]
     text = advice(saved(tmp_path / "a.npy", lengths * 16), *SMALL[2:], "--world-size", "64", "--minibatch-size", "1")
-    assert text.endswith("a larger minibatch would hide them. --context-parallel divides them.")
+    assert text.endswith("a larger minibatch would hide them. odc plan context-parallel divides them.")
     equal = advice(saved(tmp_path / "b.npy", [1000] * 2048), *SMALL[2:], "--minibatch-size", "1")
     assert "longest samples" not in equal
 
@@ -102,7 +116,7 @@ def test_the_hint_without_a_size_that_is_enough(tmp_path: Path) -> None:
 def test_where_only_fsdp_fits_it_is_advised(tmp_path: Path) -> None:
     """32B on eight H100s: ODC's own memory is what is too much."""
     lengths = saved(tmp_path / "a.npy", [900, 300, 200, 100] * 64)
-    found = plan(lengths, "--model", "qwen2.5-32b", "--world-size", "8", "--max-tokens", "1000", "--no-reorder")
+    found = plan(lengths, "--model", "qwen2.5-32b", "--world-size", "8", "--max-tokens", "1000", "--set", "reorder=no")
     fits = {row["comm"]: row["fits"] for row in found["policies"]}
     assert fits == {"collective": True, "odc": False}
     assert found["recommendation"].startswith("Stay with FSDP and ")
@@ -121,14 +135,14 @@ def test_a_microbatch_that_does_not_fit() -> None:
     fitting = plan(*arguments)
     assert all(row["fits"] for row in fitting["policies"])
     assert "Does not fit" not in fitting["recommendation"]
-    found = plan(*arguments, "--no-recompute")
+    found = plan(*arguments, "--set", "recompute=no")
     assert found["recommendation"].startswith("Does not fit: the largest microbatch, ")
-    assert "Use --recompute, or --context-parallel, or --max-tokens " in found["recommendation"]
+    assert "Use --set recompute=yes, or odc plan context-parallel, or --max-tokens " in found["recommendation"]
     limit = found["recommendation"].split("--max-tokens ")[1].split()[0]
-    assert f"--max-tokens {limit} --truncate, or a device" in found["recommendation"]
-    cut = plan(*arguments, "--no-recompute", "--max-tokens", limit, "--truncate")
+    assert f"--max-tokens {limit} --set truncate=yes, or a device" in found["recommendation"]
+    cut = plan(*arguments, "--set", "recompute=no", "--max-tokens", limit, "--set", "truncate=yes")
     assert all(row["fits"] for row in cut["policies"])
-    one_more = plan(*arguments, "--no-recompute", "--max-tokens", str(int(limit) + 1), "--truncate")
+    one_more = plan(*arguments, "--set", "recompute=no", "--max-tokens", str(int(limit) + 1), "--set", "truncate=yes")
     assert not all(row["fits"] for row in one_more["policies"])
 
 
@@ -136,8 +150,8 @@ def test_recompute_is_not_proposed_where_it_is_on() -> None:
     arguments = ("aime", *SMALL[:4], "--model", "qwen2.5-7b", *BOTH, "--minibatch-size", "64")
     text = advice(*arguments, "--max-tokens", "120000")
     assert text.startswith("Does not fit: the largest microbatch")
-    assert "--recompute" not in text
-    assert "--truncate" not in text  # what fits is more than the longest sample
+    assert "recompute=yes" not in text
+    assert "truncate=yes" not in text  # what fits is more than the longest sample
     assert re.search(r"more ranks, or --max-tokens \d{5,6}, or a device with more memory", text)
     # No number of ranks shards activations.
     assert "Use --max-tokens" in advice(*arguments, "--max-tokens", "400000")
@@ -167,7 +181,7 @@ def test_memory_is_rounded_up() -> None:
 def test_the_table_names_its_baseline_and_one_unit(tmp_path: Path) -> None:
     lengths = saved(tmp_path / "a.npy", [3, 5] * 500)
     measured = timings(tmp_path / "t.csv", (1, 2, 4, 8), lambda tokens: tokens / 1e5)
-    text = printed("plan", lengths, "--timings", measured, "--policy", "all", "--world-size", "64")
+    text = printed("plan", lengths, "--set", f"timings={measured}", "--policy", "all", "--world-size", "64")
     assert "speedup over lb-micro with FSDP" in text
     assert "GiB" not in text
     assert "e+0" not in text

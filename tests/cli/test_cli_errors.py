@@ -19,8 +19,7 @@ def uncomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("computed something")
 
-    for command in ("plan", "simulate"):
-        monkeypatch.setattr(f"odc.cli.{command}.read_lengths", fail)
+    monkeypatch.setattr("odc.cli.given.read_lengths", fail)
 
 
 @pytest.mark.usefixtures("uncomputed")
@@ -49,7 +48,7 @@ def test_a_picture_that_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device", str(tmp_path / "a.png"))
 
     monkeypatch.setattr("odc.cli.plots.plot_plan", full)
-    message = error("plan", "aime", "--samples", "64", "--plot", str(tmp_path / "a.png"))
+    message = error("plan", "aime", "--set", "samples=64", "--plot", str(tmp_path / "a.png"))
     assert message == f"error: No space left on device: '{tmp_path / 'a.png'}'"
 
 
@@ -58,19 +57,19 @@ def test_a_picture_that_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ([LONG], "File name too long: 'xxx"),
         (["aime", "--model", LONG], "File name too long"),
-        (["aime", "--timings", LONG], "File name too long"),
-        (["aime", "--timings", "."], "'.' is a folder: expected a file"),
+        (["aime", "--set", f"timings={LONG}"], "File name too long"),
+        (["aime", "--set", "timings=."], "'.' is a folder: expected a file"),
         (["no[/such].txt"], "'no[/such].txt' is neither a file nor a length law"),
-        (["aime", "--noise", "1e300"], "error: "),
-        (["aime", "--noise", "inf"], "--noise inf: expected a finite number"),
-        (["aime", "--gather-ms", "inf"], "--gather-ms inf: expected a finite number"),
-        (["aime", "--samples", "1000000000000000"], "not enough memory"),
+        (["aime", "--set", "noise=1e300"], "error: "),
+        (["aime", "--set", "noise=inf"], "expected noise to be a finite number"),
+        (["aime", "--set", "gather-ms=inf"], "expected gather-ms to be a finite number"),
+        (["aime", "--set", "samples=1000000000000000"], "not enough memory"),
         (["aime", "--world-size", "1" + "0" * 30], "expected an integer of at most"),
-        (["aime", "--panel", "minibatch"], "expected --plot too"),
-        (["aime", "--truncate"], "--truncate needs --max-tokens"),
-        (["aime", "--speeds", "1,1,1,1,1,1,1,0"], "greater than 0"),
-        (["aime", "--speeds", "1,1,1,1,1,1,1,-2"], "greater than 0"),
-        (["aime", "--speeds", "1,1,1,1,1,1,1,inf"], "finite"),
+        (["aime", "--set", "panel=minibatch"], "expected --plot too"),
+        (["aime", "--set", "truncate=yes"], "--set truncate=yes needs --max-tokens"),
+        (["aime", "--set", "speeds=1,1,1,1,1,1,1,0"], "greater than 0"),
+        (["aime", "--set", "speeds=1,1,1,1,1,1,1,-2"], "greater than 0"),
+        (["aime", "--set", "speeds=1,1,1,1,1,1,1,inf"], "finite"),
     ],
 )
 def test_errors_are_one_short_line(arguments: list[str], message: str) -> None:
@@ -81,7 +80,7 @@ def test_errors_are_one_short_line(arguments: list[str], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [("plan", name) for name in ("--speeds", "--policy", "--model", "--timings", "--tokenizer", "--plot", "--field")]
+    [("plan", name) for name in ("--set", "--policy", "--model", "--tokenizer", "--plot", "--field")]
     + [("simulate", name) for name in ("--factor", "--values", "--model")],
 )
 def test_no_input_is_repeated_whole(command: str, option: str, tmp_path: Path) -> None:
@@ -92,7 +91,7 @@ def test_no_input_is_repeated_whole(command: str, option: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "arguments", [["plan", "/dev/zero"], ["simulate", "/dev/zero"], ["plan", "aime", "--timings", "/dev/zero"]]
+    "arguments", [["plan", "/dev/zero"], ["simulate", "/dev/zero"], ["plan", "aime", "--set", "timings=/dev/zero"]]
 )
 def test_devices(arguments: list[str]) -> None:
     assert error(*arguments) == "error: '/dev/zero' is a device or a socket: expected a file"
@@ -111,8 +110,8 @@ def test_whatever_users_can_cause(raised: Exception, message: str, monkeypatch: 
     def refuse(*_: object, **__: object) -> None:
         raise raised
 
+    monkeypatch.setattr("odc.cli.given.read_lengths", refuse)
     for command in ("plan", "simulate"):
-        monkeypatch.setattr(f"odc.cli.{command}.read_lengths", refuse)
         assert error(command, "a.txt") == message
 
 
@@ -125,7 +124,7 @@ def test_values_of_simulate_are_finite(value: str) -> None:
 def test_too_few_samples(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.npy", [10] * 100)
     assert error("plan", path, "--world-size", "64").endswith("lower --minibatch-size or --world-size")
-    assert error("plan", "aime", "--samples", "9").endswith("or raise --samples")
+    assert error("plan", "aime", "--set", "samples=9").endswith("or raise samples")
     found = error("simulate", path, "--factor", "devices", "--values", "2,64")
     assert "4 samples on each of 64 ranks at devices=64" in found
 
@@ -140,6 +139,6 @@ def test_interrupts(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"odc.cli.{command}.make_training", interrupt)
+    monkeypatch.setattr("odc.cli.given.make_training", interrupt)
     result = call(command, "aime")
     assert (result.exit_code, result.stdout, result.stderr.strip()) == (130, "", "interrupted")

@@ -1,4 +1,4 @@
-"""Layer 1: no processes. ``odc plan --modality``: samples of several modalities, as users call it."""
+"""Layer 1: no processes. ``odc plan modalities``: samples of several modalities, as users call it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Record = dict[str, object]
 
 
 def plan_json(*arguments: str) -> dict[str, Any]:
-    return plan(*arguments, *MODEL)
+    return plan("modalities", *arguments, *MODEL)
 
 
 def rows(found: dict[str, object]) -> dict[tuple[str, str], dict[str, object]]:
@@ -37,7 +37,7 @@ def rows(found: dict[str, object]) -> dict[tuple[str, str], dict[str, object]]:
 
 
 def error(*arguments: str) -> str:
-    return cli_calls.error("plan", *arguments, *MODEL)
+    return cli_calls.error("plan", "modalities", *arguments, *MODEL)
 
 
 def write(path: Path, records: list[Record]) -> str:
@@ -60,7 +60,7 @@ def mix(tmp_path: Path) -> str:
 
 def test_table_fits_80_columns(mix: str) -> None:
     both = ("--modality", VISION, "--modality", AUDIO, *MODEL)
-    text = printed("plan", mix, *both, "--ranks-per-node", "4", "--minibatches", "3")
+    text = printed("plan", "modalities", mix, *both, "--ranks-per-node", "4", "--set", "minibatches=3")
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     table = [re.split(r" *│ *", line)[1:-1] for line in lines if line.startswith("│")]
@@ -101,7 +101,7 @@ def test_a_few_long_clips_are_made_up_for_by_the_language_model(tmp_path: Path) 
     """One clip in 32 samples of text, and so about 4 on 8 ranks: the encoder cannot be even, the sum of all can."""
     records: list[Record] = [{"length": 300, "audio": [[400, 50]]}, *[{"length": 300}] * 31]
     path = write(tmp_path / "a.jsonl", records * 20)
-    size = ("--world-size", "8", "--minibatch-size", "16", "--minibatches", "4")
+    size = ("--world-size", "8", "--minibatch-size", "16", "--set", "minibatches=4")
     found = plan_json(path, *size, "--modality", "audio:linear=1e11")
     row = rows(found)
     assert row["joint", "odc"]["bubble_rate"] < row["all", "odc"]["bubble_rate"] - 0.1
@@ -116,7 +116,7 @@ def test_a_few_long_clips_are_made_up_for_by_the_language_model(tmp_path: Path) 
 
 def test_samples_that_move_take_their_items_along(mix: str) -> None:
     """Whole samples are evened out, so something moves; no outputs do, whatever the minibatch."""
-    found = rows(plan_json(mix, "--modality", VISION, "--modality", AUDIO, "--minibatches", "3"))
+    found = rows(plan_json(mix, "--modality", VISION, "--modality", AUDIO, "--set", "minibatches=3"))
     moved = found["whole", "odc"]["moved"]
     assert moved["output_bytes"] == 0 < min(moved["item_bytes"], moved["text_bytes"])
     assert found["all", "odc"]["moved"]["output_bytes"] > 0
@@ -124,10 +124,10 @@ def test_samples_that_move_take_their_items_along(mix: str) -> None:
 
 
 def test_what_a_choice_moves_within_a_node_is_not_between_nodes(mix: str) -> None:
-    found = plan_json(mix, "--modality", VISION, "--modality", AUDIO, "--minibatches", "2", "--ranks-per-node", "8")
+    found = plan_json(mix, "--modality", VISION, "--modality", AUDIO, "--set", "minibatches=2", "--ranks-per-node", "8")
     assert rows(found)["all", "odc"]["moved"]["bytes"] > 0
     assert {row["moved_between_nodes"]["bytes"] for row in found["choices"]} == {0}
-    alone = plan_json(mix, "--modality", VISION, "--modality", AUDIO, "--minibatches", "2")
+    alone = plan_json(mix, "--modality", VISION, "--modality", AUDIO, "--set", "minibatches=2")
     assert "moved_between_nodes" not in alone["choices"][0]
 
 
@@ -183,7 +183,7 @@ def test_microbatches_cost_what_timings_say(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"length": 100, "a": [[40, 1], [40, 1], [40, 1]]}])
     size = ("--world-size", "1", "--minibatch-size", "1")
     for limit, number in (("", 1), (",max-tokens=80", 2), (",max-tokens=40", 3)):
-        found = plan_json(path, *size, "--modality", f"a:timings={measured}{limit}", "--timings", measured)
+        found = plan_json(path, *size, "--modality", f"a:timings={measured}{limit}", "--set", f"timings={measured}")
         seconds = 0.0220 + 0.5 * (1 + number)
         assert [1 / row["samples_per_s"] for row in found["choices"]] == pytest.approx([seconds] * 8, rel=1e-6)
 
@@ -278,9 +278,8 @@ def test_errors_name_line_and_modality(
         ([], [], "a.jsonl holds no samples"),
         ([{"vision": [[1, 1]]}], [], "'vision' looks like items of a modality, and none holds the length of the whole"),
         ([GOOD], ["--field", "vision"], "line 1, field 'vision' holds items of a modality, not a length: odc plan"),
-        ([GOOD], ["--policy", "lb-mini"], "--policy is not for samples of several modalities: leave it out, or"),
-        ([GOOD], ["--truncate"], "--truncate is not for samples of several modalities"),
-        ([GOOD], ["--gather-ms", "1"], "--gather-ms is not for samples of several modalities"),
+        ([GOOD], ["--set", "truncate=yes"], "--set 'truncate=yes': expected KEY=VALUE, with a key of timings, mfu"),
+        ([GOOD], ["--set", "gather-ms=1"], "--set 'gather-ms=1': expected KEY=VALUE, with a key of timings, mfu"),
         ([GOOD], ["--modality", VISION], "--modality vision is given twice"),
         ([GOOD], [], "1 samples make no minibatch of 4 samples on each of 8 ranks"),
     ],
@@ -322,7 +321,6 @@ def test_other_sources_have_no_items(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("12\n")
     assert "a.txt holds no items of modalities: --modality ne" in error(str(tmp_path / "a.txt"), "--modality", VISION)
     assert "'llava' is no file: --modality ne" in error("llava", "--modality", VISION)
-    assert "--ranks-per-node is for samples of several modalities" in error("llava", "--ranks-per-node", "4")
     path = write(tmp_path / "b.jsonl", [GOOD] * 64)
     assert "expected full nodes" in error(path, "--modality", VISION, "--ranks-per-node", "3")
 
@@ -332,12 +330,13 @@ def test_items_without_the_option(tmp_path: Path) -> None:
     records: list[Record] = [{"length": 300}, *[{"length": 300, "vision": [[64, 16]], "labels": [1, 2]}] * 63]
     said = " ".join(printed("plan", write(tmp_path / "a.jsonl", records), "--policy", "none", *MODEL).split())
     note = (
-        "odc plan --modality vision:... plans their encoders (odc plan --help tells how), here they count for nothing"
+        "odc plan modalities --modality vision:... plans their encoders (odc plan modalities --help tells how), here "
+        "they count for nothing"
     )
     assert f"Lengths: field 'length': the length that it says; not counted: 'labels'; {note}." in said
-    message = error(write(tmp_path / "b.jsonl", [{"id": 1, "vision": [[64, 16]]}]))
+    message = cli_calls.error("plan", write(tmp_path / "b.jsonl", [{"id": 1, "vision": [[64, 16]]}]))
     assert "'vision' looks like items of a modality, and none holds the length of the whole interleaved" in message
-    assert "odc plan --modality vision:... plans their encoders" in message
+    assert "odc plan modalities --modality vision:... plans their encoders" in message
 
 
 def test_pictures(mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,10 +348,12 @@ def test_pictures(mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     saved: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
-    size = ("--world-size", "18", "--minibatch-size", "4", "--minibatches", "3")
+    size = ("--world-size", "18", "--minibatch-size", "4", "--set", "minibatches=3")
     path = tmp_path / "a.png"
-    text = printed("plan", mix, *size, "--modality", VISION, "--modality", AUDIO, *MODEL, "--plot", str(path))
-    assert "Picture: " in text
+    text = printed(
+        "plan", "modalities", mix, *size, "--modality", VISION, "--modality", AUDIO, *MODEL, "--plot", str(path)
+    )
+    assert "Pictures: " in text
     before, after = saved[0].axes
     assert before.get_title(loc="left") == "nothing balanced, FSDP"
     assert after.get_title(loc="left") == "all phases balanced, ODC"
@@ -369,8 +370,8 @@ def test_pictures(mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_help_teaches_it() -> None:
-    text = words("plan", "--help")
-    assert "--modality,--modalities NAME:KEY=VALUE,..." in text
+    text = words("plan", "modalities", "--help")
+    assert "--modality NAME:KEY=VALUE,..." in text
     assert "the language model, whole samples, all phases, or their sum" in text
     assert '{"length": 812, "vision": [[1024, 256], [576, 144]]} has the length of the whole sequence' in text
     for key in ("layers=", "quadratic=", "timings=FILE", "rate=", "padded-attention", "max-tokens=", "frozen", "gated"):

@@ -17,7 +17,7 @@ from odc.cli.records import TokenCounter
 
 
 def advice(path: str, *arguments: str) -> str:
-    size = ("--world-size", "4", "--minibatch-size", "2", "--minibatches", "12")
+    size = ("--world-size", "4", "--minibatch-size", "2", "--set", "minibatches=12")
     return str(plan_json(path, *size, *arguments)["recommendation"])
 
 
@@ -25,7 +25,7 @@ def test_advice_about_one_long_clip(tmp_path: Path) -> None:
     """One of 8 items takes 8 times as long: more than a quarter of 15; of 32 items, 8 is less than a quarter of 60."""
     clips = [800, *[100] * 7]
     path = write(tmp_path / "a.jsonl", [{"length": 50, "audio": [[clip, 10]]} for clip in clips] * 60)
-    text = advice(path, "--modality", "audio:linear=1e11", "--minibatches", "40")
+    text = advice(path, "--modality", "audio:linear=1e11", "--set", "minibatches=40")
     assert "What holds it back is audio: one item alone takes longer than a rank's fair share of that phase in " in text
     assert text.endswith("of the minibatches; with --minibatch-size 8, in fewer than half.")
     few = advice(write(tmp_path / "b.jsonl", [{"length": 50, "audio": [[8, 1]]}, *[{"length": 50}] * 3]), *FEW)

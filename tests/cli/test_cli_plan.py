@@ -12,11 +12,11 @@ from cli_calls import plan, printed, refused, saved, timings, words
 
 from odc.balance import sample_lengths
 
-SMALL = ["--samples", "512", "--minibatches", "8", "--model", "qwen2.5-1.5b"]
+SMALL = ["--set", "samples=512", "--set", "minibatches=8", "--model", "qwen2.5-1.5b"]
 
 
 def test_table_fits_80_columns() -> None:
-    table = printed("plan", "longalign", *SMALL, "--minibatches", "4", "--policy", "all")
+    table = printed("plan", "longalign", *SMALL, "--set", "minibatches=4", "--policy", "all")
     assert max(map(len, table.splitlines())) <= 80
     for name in ("lb-mini", "verl-native", "local-sort"):
         assert f"│ {name} " in table
@@ -52,14 +52,16 @@ def test_equal_lengths_leave_nothing_to_gain(tmp_path: Path) -> None:
 
 def test_noise_makes_ranks_wait() -> None:
     arguments = ("aime", *SMALL, "--minibatch-size", "8", "--policy", "lb-mini")
-    quiet, noisy = plan(*arguments), plan(*arguments, "--noise", "0.3")
+    quiet, noisy = plan(*arguments), plan(*arguments, "--set", "noise=0.3")
     assert quiet["policies"][0]["bubble_rate"] < 0.01 < noisy["policies"][0]["bubble_rate"]
 
 
 def test_communication_that_nothing_hides_costs_time() -> None:
     arguments = ("aime", *SMALL, "--policy", "lb-micro")
     free = plan(*arguments)
-    paid = plan(*arguments, "--gather-ms", "50", "--scatter-ms", "50", "--odc-slower", "2", "--overlap", "0")
+    paid = plan(
+        *arguments, "--set", "gather-ms=50", "--set", "scatter-ms=50", "--set", "odc-slower=2", "--set", "overlap=0"
+    )
     for before, after in zip(free["policies"], paid["policies"], strict=True):
         assert after["samples_per_s"] < 0.99 * before["samples_per_s"]
     (collective, odc), (free_collective, free_odc) = paid["policies"], free["policies"]
@@ -73,12 +75,12 @@ def test_communication_that_nothing_hides_costs_time() -> None:
     ("options", "counted"),
     [
         ((), "1.17 ms to gather a layer and 2.33 to push its gradients"),  # as docs/gpu.md has them
-        (("--gather-ms", "0"), "0 ms to gather a layer and 2.33"),
-        (("--scatter-ms", "3"), "1.17 ms to gather a layer and 3 "),
+        (("--set", "gather-ms=0"), "0 ms to gather a layer and 2.33"),
+        (("--set", "scatter-ms=3"), "1.17 ms to gather a layer and 3 "),
         (("--device", "a100"), "1.75 ms to gather a layer and 3.5 "),
         (("--world-size", "1"), None),
         (("--world-size", "16"), None),
-        (("--timings", "timings"), None),
+        (("--set", "timings=timings"), None),
     ],
     ids=str,
 )
@@ -86,40 +88,37 @@ def test_transfers_within_a_host_are_counted_unless_they_are_given(
     options: tuple[str, ...], counted: str | None, tmp_path: Path
 ) -> None:
     measured = timings(tmp_path / "t.csv", range(1000, 9000, 1000), lambda tokens: tokens / 1000)
-    given = (measured if option == "timings" else option for option in options)
-    costs = str(plan("aime", "--model", "qwen2.5-7b", "--minibatches", "2", *given)["costs"])
+    given = (option.replace("=timings", f"={measured}") for option in options)
+    costs = str(plan("aime", "--model", "qwen2.5-7b", "--set", "minibatches=2", *given)["costs"])
     assert (" to gather " in costs) == (counted is not None)
     assert (counted or "") in costs
 
 
 def test_a_slow_rank_gets_less() -> None:
     arguments = ("aime", *SMALL, "--policy", "lb-mini", "--minibatch-size", "8", "--world-size", "4")
-    found = plan(*arguments, "--speeds", "1,1,1,0.5")
+    found = plan(*arguments, "--set", "speeds=1,1,1,0.5")
     assert found["policies"][0]["bubble_rate"] < 0.01
-    assert "speeds has 2 entries" in refused("plan", *arguments, "--speeds", "1,1")
+    assert "speeds has 2 entries" in refused("plan", *arguments, "--set", "speeds=1,1")
 
 
 def test_long_samples_are_refused_or_cut() -> None:
     message = refused("plan", "longalign", *SMALL, "--max-tokens", "20000")
     assert "longer than --max-tokens 20000: raise --max-tokens to 65" in message
-    assert "cut them with --truncate" in message
-    assert plan("longalign", *SMALL, "--max-tokens", "20000", "--truncate")["max_tokens"] == 20000
+    assert "cut them with --set truncate=yes" in message
+    assert plan("longalign", *SMALL, "--max-tokens", "20000", "--set", "truncate=yes")["max_tokens"] == 20000
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["aime", "--reorder", "--context-parallel", "1"], "--reorder is not for groups"),
-        (["aime", "--rollouts", "--no-reorder"], "--reorder is not for rollouts"),
-        (["aime", "--microbatch-cost", "inf"], "--microbatch-cost inf: expected a finite number"),
-        (["aime", "--rollouts", "--context-parallel", "1"], "--rollouts is not for groups"),
-        (["aime", "--rollouts", "--modality", "image:layers=1"], "--rollouts is not for samples of several modalities"),
+        (["rollouts", "aime", "--set", "reorder=no"], "--set 'reorder=no': expected KEY=VALUE, with a key of timings"),
+        (["aime", "--set", "microbatch-cost=inf"], "expected microbatch-cost to be a finite number of at least 0"),
         (["nowhere.txt"], "neither a file nor a length law"),
         (["aime", "--model", "qwen9"], "'qwen9' is neither a file nor a preset"),
         (["aime", "--policy", "lb-nano"], "'lb-nano' is not known"),
-        (["aime", "--samples", "10"], "lower --minibatch-size or --world-size, or raise --samples"),
-        (["aime", "--timings", "none.csv"], "there is no file"),
-        (["aime", "--policy", "verl-native", "--batch-size", "6"], "batch_size=6: expected a multiple"),
+        (["aime", "--set", "samples=10"], "lower --minibatch-size or --world-size, or raise samples"),
+        (["aime", "--set", "timings=none.csv"], "there is no file"),
+        (["aime", "--policy", "verl-native", "--set", "batch-size=6"], "batch_size=6: expected a multiple"),
     ],
 )
 def test_errors_say_what_to_do(arguments: list[str], message: str) -> None:
@@ -128,7 +127,7 @@ def test_errors_say_what_to_do(arguments: list[str], message: str) -> None:
 
 def test_rollouts_stay_as_far_as_the_policy_can() -> None:
     options = [*SMALL, "--world-size", "8", "--minibatch-size", "8"]
-    found = plan("aime", *options, "--rollouts", "--ranks-per-node", "4")
+    found = plan("rollouts", "aime", *options, "--ranks-per-node", "4")
     moved = found["moved"]
     assert moved["none"] == {"share": 0.0, "between_nodes": 0.0, "most_bytes": 0.0, "seconds": 0.0}
     mini, micro = moved["lb-mini"], moved["lb-micro"]
@@ -139,17 +138,17 @@ def test_rollouts_stay_as_far_as_the_policy_can() -> None:
     for row in found["policies"]:
         if row["comm"] == "odc" and row["policy"] in ("lb-micro", "lb-mini"):
             assert row["bubble_rate"] == pytest.approx(plain[row["policy"]], abs=2e-3)
-    text = words("plan", "aime", *options, "--minibatches", "2", "--rollouts")
+    text = words("plan", "rollouts", "aime", *options, "--set", "minibatches=2")
     assert "Rollouts that change ranks, of all tokens: lb-micro" in text
     assert "MB a step (32 bytes a token)" in text
-    text = words("plan", "aime", *options, "--minibatches", "2", "--rollouts", "--policy", "none")
+    text = words("plan", "rollouts", "aime", *options, "--set", "minibatches=2", "--policy", "none")
     assert "Rollouts stay where they were generated." in text
 
 
 def test_pictures(tmp_path: Path) -> None:
     for command, name in (("plan", "plan.png"), ("simulate", "studies.svg")):
         extra = (
-            [*SMALL, "--minibatches", "2"]
+            [*SMALL, "--set", "minibatches=2"]
             if command == "plan"
             else ["--samples", "256", "--factor", "devices", "--values", "2,4"]
         )
@@ -195,7 +194,7 @@ def test_help_teaches() -> None:
 
 def test_help_is_readable_at_80_columns() -> None:
     text = printed("plan", "--help")
-    assert "--no-recompute " in text
+    assert "--set recompute=...: Whether activations" in text
     assert "is trained" not in [" ".join(line.split()[:2]) for line in text.splitlines()]  # a break of the source
 
 

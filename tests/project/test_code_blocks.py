@@ -25,6 +25,7 @@ from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 from odc.cli.app import app
 from odc.cli.bench import command_of, show_comparison, show_list, update_figures, write_lengths
+from odc.cli.deprecated import modern
 from odc.cli.run import rank_options
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +137,10 @@ def parse(command: str) -> None:
         alone.command()(others.get(name) or command_of(name))
         command_line: Any = typer.main.get_command(alone)
     else:
-        command_line = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+        known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+        name, rest, warning = modern(name, rest, known)
+        assert not warning
+        command_line = known[name]
     with command_line.make_context(name, rest):
         pass
 
