@@ -1,4 +1,4 @@
-"""The ``odc`` command: its options, and where its subcommands live."""
+"""The ``odc`` command: its own options, its subcommands, and the help of each."""
 
 from __future__ import annotations
 

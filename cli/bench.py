@@ -1,21 +1,20 @@
-"""``odc bench``: the benchmarks, comparisons of two results, and the figures of the documents."""
+"""``odc bench``: runs a benchmark, lists them, compares two results, and writes figures into the documents."""
 
 from __future__ import annotations
 
 import inspect
 import signal
 import sys
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from odc.cli.output import check_plot, errors_in_one_line, output
+from odc.cli.parameters import parameters_of, with_parameters
 
 _WIDTH = 130  # columns of a table where there is no terminal
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -59,7 +58,7 @@ def show_list() -> None:
         names = (entry.room if entry.room != last else "", written(entry.name))
         table.add_row(*names, escape(entry.title), entry.takes, entry.needs)
         last = entry.room
-    _console().print(table)
+    output(_WIDTH).print(table)
     typer.echo(
         "\nodc bench NAME -h lists its options; all have --quick, --json FILE and, where there is a picture, --plot "
         "FILE.\nodc bench compare BEFORE.json AFTER.json shows two results side by side; odc bench figures writes the "
@@ -80,7 +79,7 @@ def show_comparison(
     with errors_in_one_line():
         documents = results.read(before), results.read(after)
         for table in results.compare(*documents):
-            _console().print(table)
+            output(_WIDTH).print(table)
         for line in results.differences(*documents):
             typer.echo(line)
 
@@ -133,11 +132,6 @@ def command_of(name: str) -> Callable[..., None]:
 
     benchmark: Benchmark = find(name)
     name = written(name.replace("-", "_"))
-    hints = typing.get_type_hints(benchmark.measure, include_extras=True)
-    own = [
-        p.replace(annotation=hints[p.name]) for p in list(inspect.signature(benchmark.measure).parameters.values())[1:]
-    ]
-    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
 
     def command(
         context: typer.Context,
@@ -154,16 +148,8 @@ def command_of(name: str) -> Callable[..., None]:
         line = " ".join([f"odc bench {name}", *["--quick"] * quick, *words])
         run_benchmark(benchmark, name, options, line, quick, json, plot)
 
-    shared = list(inspect.signature(command).parameters.values())[:4]
-    hidden = [] if benchmark.picture else ["plot"]
-    parameters = [shared[0], *own, *(p for p in shared[1:] if p.name not in hidden)]
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    resolved = typing.get_type_hints(command, include_extras=True)
-    parameters = [p.replace(annotation=resolved.get(p.name, p.annotation)) for p in parameters]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    command.__doc__ = benchmark.says
-    return command
+    context, *shared = parameters_of(command)[: 4 if benchmark.picture else 3]
+    return with_parameters(command, [context, *parameters_of(benchmark.measure)[1:], *shared], benchmark.says)
 
 
 def _option(name: str, value: Any) -> str:
@@ -204,7 +190,7 @@ def run_benchmark(
         run.keep(found)
         if run.is_first:
             for table in results.tables_of(benchmark, document):
-                _console().print(table)
+                output(_WIDTH).print(table)
             if plot is not None:
                 from odc.bench.harness.catalogue import title_of
                 from odc.bench.harness.pictures import draw
@@ -214,7 +200,3 @@ def run_benchmark(
         typer.echo(text)
     if run.missed or run.status:
         raise typer.Exit(1 if run.missed else run.status)
-
-
-def _console() -> Console:
-    return output() if Console().is_terminal else Console(width=_WIDTH)

@@ -1,9 +1,10 @@
-"""Policies side by side on one dataset, and what to make of it: which communication and policy, whether it fits, what
-holds it back."""
+"""Compares policies on one dataset, and recommends one: with which communication, whether it fits into memory, and what
+holds it back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ from odc.balance.plan import Comm
 from odc.balance.simulate import PlannedEpoch
 from odc.balance.simulate.simulator import BestFitRows
 from odc.cli.costs import Training
-from odc.cli.lengths import describe, shuffled
+from odc.cli.lengths import describe, larger_sizes, shuffled
 from odc.cli.output import gigabytes, new_table, show_report, significant
 
 BASELINE: tuple[str, Comm] = ("lb-micro", "collective")
@@ -32,15 +33,24 @@ _HEADINGS: dict[Order, str] = {"shuffled": "", "grouped": "lengths grouped", "pa
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
-    """All simulations of one dataset, by policy and communication."""
+class Study:
+    """What policies are compared on."""
 
     scenario: Scenario
     lengths: IntArray
     """Of the whole dataset, of which the scenario may have a part."""
 
+    about: str
+    """Where the lengths come from, for people."""
+
     training: Training
     machines: Mapping[Comm, Machine]
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison(Study):
+    """All simulations of one study, by policy and communication."""
+
     planned: Mapping[str, PlannedEpoch]
     simulations: Mapping[tuple[str, Comm], Simulation]
 
@@ -74,11 +84,8 @@ ByOrder = Mapping[Order, Comparison]
 
 
 def compare(
-    scenario: Scenario,
-    lengths: IntArray,
+    study: Study,
     policies: Sequence[str | Policy],
-    training: Training,
-    machines: Mapping[Comm, Machine],
     on_minibatch: Callable[[], object] | None = None,
     *,
     also_odc: bool = True,
@@ -87,13 +94,13 @@ def compare(
     only where it has not."""
     planned, simulations = {}, {}
     for policy in policies:
-        epoch = scenario.plan(policy, on_minibatch)
+        epoch = study.scenario.plan(policy, on_minibatch)
         planned[epoch.policy.name] = epoch
         equal = epoch.policy.equal_counts
         kinds: dict[Comm, bool] = {"collective": equal, "odc": also_odc or not equal}
         for comm in [comm for comm, wanted in kinds.items() if wanted]:
-            simulations[epoch.policy.name, comm] = epoch.run(comm, machines[comm])
-    return Comparison(scenario, lengths, training, machines, planned, simulations)
+            simulations[epoch.policy.name, comm] = epoch.run(comm, study.machines[comm])
+    return Comparison(study.scenario, study.lengths, study.about, study.training, study.machines, planned, simulations)
 
 
 def reordered(
@@ -109,8 +116,7 @@ def reordered(
     others: dict[Order, tuple[Scenario, Sequence[str | Policy]]]
     others = {"grouped": (grouped, policies), "packed": (packed, [BestFitRows()])}
     for order, (scenario, chosen) in others.items():
-        training, machines = shuffled.training, shuffled.machines
-        found[order] = compare(scenario, shuffled.lengths, chosen, training, machines, on_minibatch, also_odc=False)
+        found[order] = compare(replace(shuffled, scenario=scenario), chosen, on_minibatch, also_odc=False)
     return found
 
 
@@ -151,7 +157,7 @@ def memory_cell(num_bytes: float, *, fits: bool) -> str:
     return gigabytes(num_bytes) if fits else f"[red]{gigabytes(num_bytes)}[/red]"
 
 
-def show(found: ByOrder, lengths: str, recommendation: str, plot: Path | None, note: str = "") -> None:
+def show(found: ByOrder, recommendation: str, plot: Path | None, notes: Iterable[str] = ()) -> None:
     """Print the table, and what it is of."""
     comparison = found["shuffled"]
     scenario, longest = comparison.scenario, int(comparison.lengths.max())
@@ -161,8 +167,7 @@ def show(found: ByOrder, lengths: str, recommendation: str, plot: Path | None, n
     )
     memory = memory_note(comparison.training, int(scenario.max_tokens or longest))
     costs = f"{comparison.training.about}. Memory per device is an estimate: {memory}."
-    notes = [note] if note else []
-    show_report([header], lengths, [table(found)], costs, notes=notes, advice=recommendation, plot=plot)
+    show_report([header], comparison.about, [table(found)], costs, notes=notes, advice=recommendation, plot=plot)
 
 
 def duration(seconds: float) -> str:
@@ -175,6 +180,7 @@ def to_json(found: ByOrder, recommendation: str) -> dict[str, object]:
     comparison = found["shuffled"]
     baseline, scenario = comparison.baseline, comparison.scenario
     return {
+        "lengths": comparison.about,
         "world_size": scenario.world_size,
         "minibatch_size": scenario.minibatch_size,
         "max_tokens": scenario.max_tokens,
@@ -230,7 +236,7 @@ def at_minibatch_sizes(
 NOT_WORTH_IT = 0.02
 # A difference below this is shown as none.
 NOTHING = 0.0005
-_LARGEST_SIZE, _FEW_MINIBATCHES = 64, 16
+_FEW_MINIBATCHES = 16
 
 
 def recommend(found: ByOrder) -> str:
@@ -252,6 +258,11 @@ def recommend(found: ByOrder) -> str:
         text = f"With samples shuffled, {text[0].lower()}{text[1:]}{_about_orders(found, chosen)}"
     if (number := chosen.makespans.size) < _FEW_MINIBATCHES:
         text += f" This is rough: {number} minibatches only; plan more samples."
+    return unless_too_large(comparison, chosen, text)
+
+
+def unless_too_large(comparison: Comparison, chosen: Simulation, text: str) -> str:
+    """A recommendation, behind what is to be done where that does not fit."""
     if comparison.fits(chosen):
         return text
     return f"Does not fit: {misfit(comparison, chosen)} Memory aside: {text}"
@@ -267,13 +278,16 @@ def _use_odc(fsdp: Simulation, odc: Simulation) -> str:
 def _stay(comparison: Comparison, fsdp: Simulation, odc: Simulation) -> str:
     gain = odc.speedup(fsdp) - 1
     text = f"Stay with FSDP and {fsdp.policy}: ranks wait for {fsdp.bubble_rate:.1%} of the time, and ODC would "
-    if gain >= NOTHING:
-        return f"{text}bring {gain:.1%} more samples/s."
-    if gain > -NOTHING:
-        return f"{text}be no faster."
-    share = _share_of_transfers(comparison, odc)
+    share = _share_of_transfers(comparison, odc) if gain <= -NOTHING else 0.0
     because = f": its transfers take {share:.1%} of its time" if share >= NOTHING else ""
-    return f"{text}be {-gain:.1%} slower{because}."
+    return f"{text}{what_it_brings(gain)}{because}."
+
+
+def what_it_brings(gain: float) -> str:
+    """A gain in throughput, behind "would"."""
+    if gain >= NOTHING:
+        return f"bring {gain:.1%} more samples/s"
+    return "be no faster" if gain > -NOTHING else f"be {-gain:.1%} slower"
 
 
 def _about_orders(found: ByOrder, chosen: Simulation) -> str:
@@ -349,14 +363,12 @@ def size_that_hides_longest(comparison: Comparison) -> int | None:
     None: there is none up to 64, or as far as the samples go. Nothing is planned: bounds suffice.
     """
     scenario, order = comparison.scenario, shuffled(comparison.lengths.size, comparison.scenario.seed)
-    size = 2 * scenario.minibatch_size
-    while size <= _LARGEST_SIZE and size * scenario.world_size <= order.size:
+    for size in larger_sizes(scenario.minibatch_size, scenario.world_size, order.size):
         per_minibatch = size * scenario.world_size
         num_minibatches = min(_FEW_MINIBATCHES, order.size // per_minibatch)
         lengths = comparison.lengths[order[: num_minibatches * per_minibatch]].reshape(num_minibatches, -1)
         if sum(_is_fixed(scenario, row, evaluate(scenario.cost, row)) for row in lengths) < num_minibatches / 2:
             return size
-        size *= 2
     return None
 
 

@@ -1,31 +1,29 @@
-"""``odc plan context-parallel``: groups of devices that compute the same microbatches, by the size of the groups."""
+"""``odc plan context-parallel`` compares groups of devices by their size. A group computes the same microbatches."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 from rich.table import Table
 
-from odc.balance import Machine, Scenario, Simulation
-from odc.balance.checks import IntArray
+from odc.balance import Simulation
 from odc.balance.costs.devices import DEVICES, LINKS
-from odc.balance.plan import Comm
 from odc.cli.comparison import (
     COMM_NAMES,
     NOT_WORTH_IT,
-    NOTHING,
     Comparison,
+    Study,
     cells,
     compare,
     memory_cell,
-    misfit,
     rows,
+    unless_too_large,
+    what_it_brings,
 )
-from odc.cli.costs import Training
 from odc.cli.lengths import describe
 from odc.cli.output import new_table, show_report, significant
 from odc.errors import shown
@@ -72,26 +70,24 @@ def _parse_link(word: str, device: str) -> float:
 
 
 def compare_sizes(
-    scenario: Scenario,
-    lengths: IntArray,
+    study: Study,
     policies: Sequence[str],
-    training: Training,
-    machines: Mapping[Comm, Machine],
     links: Mapping[int, float],
     on_minibatch: Callable[[], object] | None = None,
 ) -> BySize:
     """Plan and simulate every policy for every size of groups.
 
-    ``scenario`` is that of devices by themselves. Where its microbatches hold so many tokens, those of a group hold as
+    ``study`` is that of devices by themselves. Where its microbatches hold so many tokens, those of a group hold as
     many times that as it has devices, or as many as fit into memory; at least the longest sample.
     """
     found = {}
-    longest, most = int(lengths.max()), int(scenario.max_tokens or lengths.max())
+    longest = int(study.lengths.max())
+    most = int(study.scenario.max_tokens or longest)
     for size, bytes_per_s in links.items():
-        split = training.on_groups(size, bytes_per_s)
+        split = study.training.on_groups(size, bytes_per_s)
         limit = max(longest, min(size * most, split.most_tokens())) if size > 1 else most
-        groups = scenario.on_groups(size, split.cost, limit)
-        found[size] = compare(groups, lengths, policies, split, machines, on_minibatch)
+        groups = study.scenario.on_groups(size, split.cost, limit)
+        found[size] = compare(replace(study, scenario=groups, training=split), policies, on_minibatch)
     return found
 
 
@@ -132,13 +128,12 @@ def table_of_groups(found: BySize) -> Table:
         ">part of the time\nthat is exchange",
     )
     for size, comparison in found.items():
-        group = comparison.training.group
-        assert group is not None
+        link = comparison.training.group
         result.add_row(
             str(size),
             f"{comparison.scenario.max_tokens:,}",
             f"{comparison.training.most_tokens():,}",
-            f"{significant(group.bytes_per_s / 1e9)} GB/s" if size > 1 else "",
+            f"{significant(link.bytes_per_s / 1e9)} GB/s" if link and size > 1 else "",
             f"{exchange_share(comparison):.1%}" if size > 1 else "",
         )
     return result
@@ -147,14 +142,7 @@ def table_of_groups(found: BySize) -> Table:
 def exchange_share(comparison: Comparison) -> float:
     """Part of all devices' time that is exchange of keys and values, in the fastest plan of a size."""
     best = max(comparison.simulations.values(), key=lambda simulation: simulation.samples_per_time)
-    return _exchange_s(comparison) * best.num_tokens / (best.world_size * best.total)
-
-
-def _exchange_s(comparison: Comparison) -> float:
-    """Of a token in all layers."""
-    group = comparison.training.group
-    assert group is not None
-    return group.exchange_s * group.num_layers
+    return comparison.training.exchange_s * best.num_tokens / (best.world_size * best.total)
 
 
 def to_json(found: BySize, recommendation: str) -> dict[str, object]:
@@ -162,6 +150,7 @@ def to_json(found: BySize, recommendation: str) -> dict[str, object]:
     smallest, first = next(iter(found.items()))
     baseline = baseline_of(found)
     return {
+        "lengths": first.about,
         "world_size": smallest * first.scenario.world_size,
         "minibatch_size": first.scenario.minibatch_size // smallest,
         "num_minibatches": int(baseline.makespans.size),
@@ -174,7 +163,7 @@ def to_json(found: BySize, recommendation: str) -> dict[str, object]:
                 "max_tokens": comparison.scenario.max_tokens,
                 "longest_sample_that_fits": comparison.training.most_tokens(),
                 "link_bytes_per_s": comparison.training.group.bytes_per_s if comparison.training.group else None,
-                "exchange_s_per_token": _exchange_s(comparison),
+                "exchange_s_per_token": comparison.training.exchange_s,
                 "policies": rows(comparison, baseline),
             }
             for size, comparison in found.items()
@@ -183,7 +172,7 @@ def to_json(found: BySize, recommendation: str) -> dict[str, object]:
     }
 
 
-def report_groups(found: BySize, lengths: str, *, as_json: bool, plot: Path | None) -> None:
+def report_groups(found: BySize, *, as_json: bool, plot: Path | None) -> None:
     """Print the tables and the recommendation, or JSON; draw the picture."""
     recommendation = recommend(found)
     if plot is not None:
@@ -191,7 +180,7 @@ def report_groups(found: BySize, lengths: str, *, as_json: bool, plot: Path | No
 
         plot_groups(plot, found)
     if as_json:
-        typer.echo(json.dumps({"lengths": lengths, **to_json(found, recommendation)}))
+        typer.echo(json.dumps(to_json(found, recommendation)))
         return
     smallest, first = next(iter(found.items()))
     header = (
@@ -204,7 +193,7 @@ def report_groups(found: BySize, lengths: str, *, as_json: bool, plot: Path | No
         "nothing hides. Memory per device is an estimate."
     )
     tables = [table(found), table_of_groups(found)]
-    show_report([header], lengths, tables, costs, advice=recommendation, plot=plot)
+    show_report([header], first.about, tables, costs, advice=recommendation, plot=plot)
 
 
 # What to make of it
@@ -269,14 +258,12 @@ def recommend(found: BySize) -> str:
         text += (
             " Costs are taken as exact and devices as equal: noise= and speeds= (--set) show what else ODC evens out."
         )
-    if chosen.comparison.fits(chosen.simulation):
-        return text
-    return f"Does not fit: {misfit(chosen.comparison, chosen.simulation)} Memory aside: {text}"
+    return unless_too_large(chosen.comparison, chosen.simulation, text)
 
 
 def _stay(fsdp: _Candidate, odc: _Candidate | None) -> str:
     text = f"Stay with FSDP and {fsdp.name}: ranks wait for {fsdp.simulation.bubble_rate:.1%} of the time"
-    return f"{text}, and ODC with {odc.name} would {_compared(odc, fsdp)}." if odc is not None else f"{text}."
+    return f"{text}, and ODC with {odc.name} would {_brings(odc, fsdp)}." if odc is not None else f"{text}."
 
 
 def _use_odc(odc: _Candidate, fsdp: _Candidate | None) -> str:
@@ -293,7 +280,7 @@ def _about_groups(chosen: _Candidate, found: BySize, fitting: Sequence[_Candidat
     """A sentence about what groups bring, or would."""
     if chosen.size == 1:
         groups = _fastest(each for each in fitting if each.size > 1)
-        return f" Groups of {groups.size} would {_compared(groups, chosen)}." if groups is not None else ""
+        return f" Groups of {groups.size} would {_brings(groups, chosen)}." if groups is not None else ""
     alone = _fastest(each for each in fitting if each.size == 1)
     if alone is not None:
         which = f"{COMM_NAMES[alone.simulation.comm]} with {alone.name}"
@@ -301,8 +288,5 @@ def _about_groups(chosen: _Candidate, found: BySize, fitting: Sequence[_Candidat
     return " Without groups it does not fit into memory." if 1 in found else ""
 
 
-def _compared(one: _Candidate, other: _Candidate) -> str:
-    gain = one.rate / other.rate - 1
-    if gain >= NOTHING:
-        return f"bring {gain:.1%} more samples/s"
-    return "be no faster" if gain > -NOTHING else f"be {-gain:.1%} slower"
+def _brings(one: _Candidate, other: _Candidate) -> str:
+    return what_it_brings(one.rate / other.rate - 1)

@@ -1,4 +1,4 @@
-"""From command-line options to a cost model in seconds, and a memory estimate."""
+"""Makes a cost model in seconds and a memory estimate from command-line options."""
 
 from __future__ import annotations
 
@@ -84,6 +84,11 @@ class Training:
     @property
     def group_size(self) -> int:
         return self.group.size if self.group else 1
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of the exchange of keys and values, of a token in all layers."""
+        return self.group.exchange_s * self.group.num_layers if self.group else 0.0
 
     def state_bytes(self, comm: Comm = "odc") -> int:
         """Of parameters, gradients and Adam's state on a device, and of what ODC keeps for the other ranks."""

@@ -1,4 +1,4 @@
-"""Arguments of an older release, rewritten before they are parsed. A warning says what to write instead."""
+"""Rewrites arguments of an older release before they are parsed. A warning says what to write instead."""
 
 from __future__ import annotations
 

@@ -1,27 +1,22 @@
-"""What all plans and studies are given: the options that they share, and what is read of these.
+"""The options that all plans and studies share, and what is read from these options.
 
-A command is written as a function of :class:`Given` and of options of its own; :func:`takes` makes it one for typer.
+A command is written as a function of :class:`Given` and of options of its own. :func:`takes` makes it one for typer.
 """
 
 from __future__ import annotations
 
-import inspect
-import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from odc.cli import options
 from odc.cli.costs import Training, make_training
+from odc.cli.keys import read_keys
 from odc.cli.lengths import Lengths, read_lengths
 from odc.cli.output import check_plot, errors_in_one_line
+from odc.cli.parameters import Command, parameters_of, with_parameters
 from odc.cli.records import TokenCounter
-from odc.cli.settings import Settings, read_settings
-
-Command = Callable[..., None]
-_HELP = "A setting that is rarely changed; repeatable. Its keys are below."
+from odc.cli.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,47 +71,21 @@ def takes(*keys: str, **defaults: object) -> Callable[[Command], Command]:
         keys: of ``--set``, those that the command looks at.
         defaults: of options that it shares, where they are not those of plans.
     """
-    hints = typing.get_type_hints(Given, include_extras=True)
-    hints["settings"] = Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_HELP, show_default=False)
+    shared = [
+        parameter.replace(default=defaults.get(parameter.name, parameter.default)) for parameter in parameters_of(Given)
     ]
-    values = {"settings": None, **defaults}
-    first, *others = (
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=hint,
-            default=values.get(name, getattr(Given, name, inspect.Parameter.empty)),
-        )
-        for name, hint in hints.items()
-    )
+    shared[-1] = shared[-1].replace(annotation=options.Set, default=None)
 
     def decorate(function: Command) -> Command:
         def command(**values: Any) -> None:
             with errors_in_one_line():
-                shared = {each.name: values.pop(each.name) for each in (first, *others)}
-                check_plot(shared["plot"])
-                settings = read_settings(shared["settings"] or (), keys)
-                function(Given(**{**shared, "settings": settings}), **values)
+                given = {parameter.name: values.pop(parameter.name) for parameter in shared}
+                check_plot(given["plot"])
+                settings = read_keys(Settings, "--set", given.pop("settings") or (), keys)
+                function(Given(**given, settings=settings), **values)
 
         command.keys = keys  # type: ignore[attr-defined]
-        return with_options(command, [first, *own_options(function), *others], function.__doc__)
+        first, *others = shared
+        return with_parameters(command, [first, *parameters_of(function)[1:], *others], function.__doc__)
 
     return decorate
-
-
-def own_options(function: Command) -> list[inspect.Parameter]:
-    """The parameters of a function but the first, as typer wants them."""
-    hints = typing.get_type_hints(function, include_extras=True)
-    return [
-        parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in list(inspect.signature(function).parameters.values())[1:]
-    ]
-
-
-def with_options(command: Command, parameters: Sequence[inspect.Parameter], text: str | None) -> Command:
-    """Let typer see these parameters, and this help."""
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = text
-    return command

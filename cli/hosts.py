@@ -1,4 +1,4 @@
-"""``odc plan hosts``: what crosses between hosts in a step, by the way to train, and what that takes."""
+"""``odc plan hosts`` counts what crosses between hosts in a step, for each way to train, and how long that takes."""
 
 from __future__ import annotations
 

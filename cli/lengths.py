@@ -1,4 +1,4 @@
-"""Read the lengths of a dataset from what people have; which of its samples are used, and whether they will do."""
+"""Reads the lengths of a dataset in any of several formats, draws samples, and checks that these are enough."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ MOST_SAMPLES = 10**8
 # Characters of one line: of a number, and of a sample as JSON; and of a whole document.
 _LONGEST_LINE, _LONGEST_OBJECT, _LONGEST_DOCUMENT = 2**20, 2**26, 2**32
 _ROWS_AT_ONCE = 1000  # that are read of columns
+_LARGEST_SIZE = 64  # of a minibatch, that is looked at
 
 _RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 RECORDS = f"{', '.join(_RECORDS)} (the text among them also as .gz), or a folder of datasets' save_to_disk"
@@ -318,6 +319,14 @@ def draw(num_samples: int, most: int, seed: int) -> IntArray:
 def some_of(lengths: IntArray, most: int, seed: int) -> IntArray:
     """At most so many of the samples, drawn at random."""
     return lengths[draw(lengths.size, most, seed)]
+
+
+def larger_sizes(minibatch_size: int, world_size: int, num_samples: int) -> Iterator[int]:
+    """A few larger minibatch sizes, up to 64, or as far as the samples go."""
+    size = 2 * minibatch_size
+    while size <= _LARGEST_SIZE and size * world_size <= num_samples:
+        yield size
+        size *= 2
 
 
 def cut(lengths: IntArray, max_tokens: int | None, *, truncate: bool, devices: int = 1) -> IntArray:

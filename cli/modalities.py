@@ -1,21 +1,24 @@
-"""Datasets of several modalities: what ``--modality`` says, and the lengths of samples and of their items."""
+"""Reads ``--modality``, and the lengths of samples of several modalities and of their items."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Annotated, get_args
 
 import numpy as np
 
 from odc.balance import CostModel, QuadraticCost, fit_cost
-from odc.balance.checks import IntArray, as_count, as_lengths
-from odc.balance.layout import as_layout
+from odc.balance.checks import IntArray, as_lengths
+from odc.balance.layout import Layout
 from odc.balance.multimodal import ItemLengths, Items, Phase, SampleLengths
 from odc.cli.costs import read_timings
+from odc.cli.keys import COUNT, FLAG, NOT_NEGATIVE, one_of, read_keys
 from odc.cli.lengths import RECORDS, holds_records, in_range, read_records
 from odc.cli.records import RecordReader, TokenCounter, item_fields
 from odc.errors import shorten, shown
@@ -25,11 +28,44 @@ LANGUAGE = "language"
 
 _EXAMPLE = '{"length": 812, "vision": [[1024, 256], [576, 144]]}'
 _NEEDS = f"--modality needs samples, {_EXAMPLE} each, in {RECORDS}"
-_SIZES, _COEFFICIENTS = ("layers", "hidden", "ffn"), ("linear", "quadratic")
-_FLAGS = ("gated", "frozen")
-_KEYS = (*_SIZES, *_COEFFICIENTS, "timings", "rate", "bytes", "layout", "max-tokens", *_FLAGS)
 _PATCH = 14 * 14 * 3  # bytes of the pixels of a patch; two frames of sound, of 80 numbers each, have about as many
+_LONGEST_NUMBER = 40  # characters
 _COSTS = "its encoder's layers=, hidden= and ffn=, or linear= and quadratic= (FLOPs), or timings=FILE"
+
+
+def _above_0(text: str) -> Fraction:
+    """Exact, so that 3 / 0.1 rows are 30."""
+    with contextlib.suppress(ValueError, ZeroDivisionError, OverflowError):
+        value = Fraction(text)
+        if 0 < float(value) < math.inf and len(text) <= _LONGEST_NUMBER:
+            return value
+    raise ValueError("expected a finite number above 0")
+
+
+_SIZES, _COEFFICIENTS = ("layers", "hidden", "ffn"), ("linear", "quadratic")
+_LAYOUTS: dict[str, Layout] = {layout: layout for layout in get_args(Layout)}
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """The keys of ``--modality``."""
+
+    layers: Annotated[int | None, COUNT] = None
+    hidden: Annotated[int | None, COUNT] = None
+    ffn: Annotated[int | None, COUNT] = None
+    linear: Annotated[float | None, NOT_NEGATIVE] = None
+    quadratic: Annotated[float | None, NOT_NEGATIVE] = None
+    timings: Annotated[Path | None, Path] = None
+    rate: Annotated[Fraction | None, _above_0] = None
+    bytes: Annotated[float, _above_0] = _PATCH
+    layout: Annotated[Layout, one_of(_LAYOUTS)] = "packed"
+    max_tokens: Annotated[int | None, COUNT] = None
+    gated: Annotated[bool, FLAG] = False
+    frozen: Annotated[bool, FLAG] = False
+
+    def says(self, keys: Sequence[str]) -> list[str]:
+        """Those of these keys that were said."""
+        return [key for key in keys if getattr(self, key) is not None]
 
 
 @dataclass(frozen=True)
@@ -106,51 +142,39 @@ def _parse(text: str, flops_per_s: float) -> Modality:
         raise ValueError(f"{option}: expected a name first, e.g. --modality vision:layers=24,hidden=1024,ffn=4096")
     if name == LANGUAGE:
         raise ValueError(f"{option}: {LANGUAGE!r} is what the language model is called here: rename the field")
-    values: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in rest.split(","))):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key not in _KEYS or bool(equals) == (key in _FLAGS):
-            expected = ", ".join(key if key in _FLAGS else f"{key}=" for key in _KEYS)
-            raise ValueError(f"{option}: {shown(part)} is not known: expected of {expected}")
-        if key in values:
-            raise ValueError(f"{option}: {key} is said twice")
-        values[key] = value
-    cost, microbatch_s, about = _read_cost(option, values, flops_per_s)
-    try:
-        layout = as_layout(values.get("layout", "packed"))
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from None
-    limit = _number(option, "max-tokens", values["max-tokens"], as_integer=True) if "max-tokens" in values else None
-    rate = _number(option, "rate", values["rate"]) if "rate" in values else None
-    token_bytes = float(_number(option, "bytes", values.get("bytes", str(_PATCH))))
-    frozen = "frozen" in values
-    phase = Phase(name, cost, layout, None if limit is None else int(limit), frozen=frozen)
-    extra = (f", {layout}" if layout != "packed" else "") + (", frozen" if frozen else "")
-    return Modality(phase, f"{about}{extra}", rate, microbatch_s, token_bytes)
+    parts = [part.strip() for part in rest.split(",") if part.strip()]
+    keys = [part.partition("=")[0].strip() for part in parts]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"{option}: {twice[0]} is said twice")
+    encoder = read_keys(_Encoder, option, parts)
+    cost, microbatch_s, about = _cost_of(option, encoder, flops_per_s)
+    phase = Phase(name, cost, encoder.layout, encoder.max_tokens, frozen=encoder.frozen)
+    extra = (f", {encoder.layout}" if encoder.layout != "packed" else "") + (", frozen" if encoder.frozen else "")
+    return Modality(phase, f"{about}{extra}", encoder.rate, microbatch_s, float(encoder.bytes))
 
 
-def _read_cost(option: str, values: dict[str, str], flops_per_s: float) -> tuple[CostModel, float, str]:
+def _cost_of(option: str, encoder: _Encoder, flops_per_s: float) -> tuple[CostModel, float, str]:
     """Cost of an item in seconds, seconds of a microbatch besides, and where they come from."""
-    ways = [keys for keys in (_SIZES, _COEFFICIENTS, ("timings",)) if any(key in values for key in keys)]
+    ways = [keys for keys in (_SIZES, _COEFFICIENTS, ("timings",)) if encoder.says(keys)]
     if len(ways) != 1:
-        said = " and ".join(next(key for key in keys if key in values) for keys in ways)
+        said = " and ".join(encoder.says(keys)[0] for keys in ways)
         raise ValueError(f"{option} says {said or 'nothing'} of what it costs: expected one of {_COSTS}")
-    if "gated" in values and ways[0] is not _SIZES:
+    if encoder.gated and ways[0] is not _SIZES:
         raise ValueError(f"{option}: gated goes with the sizes of an encoder: layers=, hidden= and ffn=")
-    if ways[0] == ("timings",):
-        fit = fit_cost(*read_timings(Path(values["timings"])))
-        return fit.cost, fit.microbatch_s, f"fitted to {shorten(values['timings'])}"
+    if encoder.timings is not None:
+        fit = fit_cost(*read_timings(encoder.timings))
+        return fit.cost, fit.microbatch_s, f"fitted to {shorten(str(encoder.timings))}"
     if ways[0] is _SIZES:
-        if missing := [key for key in _SIZES if key not in values]:
-            raise ValueError(f"{option} has no {missing[0]}=: expected layers=, hidden= and ffn= of the encoder")
-        layers, hidden, ffn = (int(_number(option, key, values[key], as_integer=True)) for key in _SIZES)
-        cost = encoder_flops(layers, hidden, ffn, gated="gated" in values)
+        layers, hidden, ffn = encoder.layers, encoder.hidden, encoder.ffn
+        if layers is None or hidden is None or ffn is None:
+            missing = next(key for key in _SIZES if key not in encoder.says(_SIZES))
+            raise ValueError(f"{option} has no {missing}=: expected layers=, hidden= and ffn= of the encoder")
+        cost = encoder_flops(layers, hidden, ffn, gated=encoder.gated)
         about = f"FLOPs of {layers} layers of {hidden} and {ffn}"
     else:
-        linear, quadratic = (_number(option, key, values.get(key, "0"), least=0) for key in _COEFFICIENTS)
-        if not linear and not quadratic:
+        if not encoder.linear and not encoder.quadratic:
             raise ValueError(f"{option}: linear and quadratic are 0: expected one of them to be more")
-        cost, about = QuadraticCost(float(quadratic), float(linear)), "FLOPs by its coefficients"
+        cost, about = QuadraticCost(encoder.quadratic or 0.0, encoder.linear or 0.0), "FLOPs by its coefficients"
     return QuadraticCost(cost.a / flops_per_s, cost.b / flops_per_s), 0.0, about
 
 
@@ -164,26 +188,6 @@ def encoder_flops(layers: int, hidden: int, ffn: int, *, gated: bool = False) ->
     weights = 4 * hidden * hidden + (3 if gated else 2) * hidden * ffn
     # 2 per multiply-add; the backward as two forwards; a score, and its part of the weighted sum of values.
     return QuadraticCost(a=6.0 * layers * 2 * hidden, b=6.0 * layers * weights)
-
-
-def _number(option: str, key: str, text: str, *, as_integer: bool = False, least: int | None = None) -> Fraction:
-    """A number above 0, or of at least ``least``; exact, so that 3 / 0.1 rows are 30."""
-    what = (
-        "an integer of at least 1"
-        if as_integer
-        else f"a number {'above 0' if least is None else f'of at least {least}'}"
-    )
-    try:
-        value = Fraction(text) if len(text) <= 40 and math.isfinite(float(Fraction(text))) else None
-    except (ValueError, ZeroDivisionError, OverflowError):
-        value = None
-    if value is None or value < (least or 0) or (least is None and not value):
-        raise ValueError(f"{option}: {key} is {shown(text)}, expected {what}")
-    if as_integer:
-        if value.denominator != 1:
-            raise ValueError(f"{option}: {key} is {shown(text)}, expected {what}")
-        as_count(int(value), f"{option}: {key}")
-    return value
 
 
 class _Column:

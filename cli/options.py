@@ -51,6 +51,15 @@ Field = Annotated[
 Tokenizer = Annotated[Path | None, typer.Option("--tokenizer", help="A tokenizer.json, to count tokens of text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Draw pictures into this file (.png, .svg, .pdf).")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting that is rarely changed; repeatable. Its keys are below.",
+        show_default=False,
+    ),
+]
 
 Hosts = Annotated[
     int,

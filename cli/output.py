@@ -1,4 +1,4 @@
-"""How commands print: width, progress, numbers, and errors in one line instead of a traceback."""
+"""Prints tables, reports, progress and numbers, and errors in one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from rich.table import Table
 from odc._version import install_command
 from odc.errors import shorten
 
-_WIDTH = 80  # columns where there is no terminal
 _PICTURES = (".png", ".svg", ".pdf")
 _LONGEST_NAME = 100  # characters of a path in a message
 _LONGEST_ERROR = 1000
 
 
-def output() -> Console:
-    """Standard output: as wide as the terminal, or 80 columns."""
+def output(width: int = 80) -> Console:
+    """Standard output: as wide as the terminal, or of so many columns where there is none."""
     console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
+    return console if console.is_terminal else Console(width=width)
 
 
 def progress_bar() -> Progress:

@@ -1,5 +1,6 @@
-"""How a comparison of phases is printed: a table, a few sentences, JSON; what to balance, with what, and what holds it
-back."""
+"""Prints a comparison of phases as a table or JSON, and recommends what to balance, with which communication. A
+sentence says what holds that back.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import typer
 from rich.table import Table
 
 from odc.balance.plan import Comm
-from odc.cli.comparison import COMM_NAMES, duration
+from odc.cli.comparison import COMM_NAMES, NOT_WORTH_IT, duration, what_it_brings
 from odc.cli.lengths import describe
 from odc.cli.modalities import LANGUAGE
 from odc.cli.output import new_table, progress_bar, show_report, significant
@@ -20,8 +21,6 @@ from odc.cli.phases import BALANCES_ENCODERS, Balanced, Moved, Outcome, PhaseCom
 # What to make of it
 
 
-# A gain below this is within what a cost model can be wrong about.
-_NOT_WORTH_IT = 0.02
 # What balancing a phase must gain to be worth moving its items.
 _LITTLE = 0.01
 # Waiting and padding below this are not what holds anything back.
@@ -44,12 +43,11 @@ _PIECES: dict[Balanced, tuple[str, str]] = {
 def recommend_phases(found: PhaseComparison) -> str:
     """What to balance and why, in a few sentences."""
     fsdp, odc = _simplest(found, "collective"), _simplest(found, "odc")
-    chosen = odc if odc.speedup(fsdp) - 1 >= _NOT_WORTH_IT else fsdp
+    chosen = odc if odc.speedup(fsdp) - 1 >= NOT_WORTH_IT else fsdp
     gain = chosen.speedup(found.baseline) - 1
-    if gain < _NOT_WORTH_IT:
+    if gain < NOT_WORTH_IT:
         best = max(found.outcomes, key=lambda outcome: outcome.samples_per_s)
-        more = best.speedup(found.baseline) - 1
-        would = f"bring {more:.1%} more samples/s" if more >= 0.0005 else "be no faster"
+        would = what_it_brings(best.speedup(found.baseline) - 1)
         what = _WHAT[best.balanced if best.balanced != "none" else "all"]
         text = (
             f"Leave minibatches as they are: ranks wait for {found.baseline.bubble_rate:.1%} of the time, and "
@@ -72,15 +70,14 @@ def _simplest(found: PhaseComparison, comm: Comm) -> Outcome:
     candidates = [outcome for outcome in found.outcomes if outcome.comm == comm]
     best = max(candidates, key=lambda outcome: outcome.samples_per_s)
     fast = [outcome for outcome in candidates if best.speedup(outcome) - 1 < _LITTLE]
-    return min(fast, key=lambda outcome: outcome.moved.total)  # of equals the first
+    return min(fast, key=lambda outcome: sum(outcome.moved.values()))  # of equals the first
 
 
 def _about_other(odc: Outcome, chosen: Outcome) -> str:
     """What ODC would add where FSDP is recommended."""
     if chosen is odc:
         return ""
-    more = odc.speedup(chosen) - 1
-    return f" ODC would bring {more:.1%} more." if more >= 0.0005 else " ODC would be no faster."
+    return f" ODC would {what_it_brings(odc.speedup(chosen) - 1)}."
 
 
 def _about_small_encoders(found: PhaseComparison, chosen: Outcome) -> str:
@@ -186,7 +183,7 @@ def phase_table(found: PhaseComparison) -> Table:
             significant(outcome.samples_per_s),
             f"{outcome.speedup(found.baseline):.2f}x",
             duration(outcome.planning_s),
-            *(significant(each.total / 1e6 / found.num_minibatches) for each in moved),
+            *(significant(sum(each.values()) / 1e6 / found.num_minibatches) for each in moved),
             style="bold green" if outcome is best else None,
         )
     return result
@@ -253,9 +250,5 @@ def _row(found: PhaseComparison, outcome: Outcome) -> dict[str, object]:
 
 
 def _per_minibatch(moved: Moved, num_minibatches: int) -> dict[str, float]:
-    return {
-        "bytes": moved.total / num_minibatches,
-        "item_bytes": moved.items / num_minibatches,
-        "output_bytes": moved.outputs / num_minibatches,
-        "text_bytes": moved.text / num_minibatches,
-    }
+    parts = {f"{what}_bytes": num_bytes / num_minibatches for what, num_bytes in moved.items()}
+    return {"bytes": sum(moved.values()) / num_minibatches, **parts}

@@ -1,9 +1,9 @@
-"""Samples of several modalities: what balancing no phase, some, or all of them would gain."""
+"""Compares what balancing no phase, some phases or all phases would gain, for samples of several modalities."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,13 +18,12 @@ from odc.balance.multimodal.schedule import FORWARD_SHARE
 from odc.balance.plan import Comm
 from odc.balance.policies.packing import pack_together
 from odc.cli.costs import Training
-from odc.cli.lengths import draw
+from odc.cli.lengths import draw, larger_sizes
 from odc.cli.modalities import LANGUAGE, Dataset, Modality
 
 Balanced = Literal["none", "language", "whole", "all", "joint"]
 _OUTPUT_BYTES = 2  # of a number in a row that an encoder makes: bf16
 _TEXT_BYTES = 16  # of a token: its number and its label
-_LARGEST_TRIED = 64  # minibatch size
 
 CHOICES: tuple[tuple[Balanced, str | None, tuple[Comm, ...]], ...] = (
     ("none", None, ("collective", "odc")),
@@ -47,23 +46,12 @@ _SUMS: tuple[Balanced, ...] = ("whole", "joint")
 """These even out the sum of all phases, and leave each of them uneven."""
 
 
-@dataclass
-class Moved:
-    """Bytes that go to another rank, of all minibatches together."""
+MOVED = ("item", "output", "text")
+"""What goes to another rank: items, from who reads them to who encodes them; what encoders make, to who runs the
+language model, and its gradients on the way back; the rest of the samples, from who reads them to who runs that."""
 
-    items: float = 0.0
-    """Of items, from who reads them to who encodes them."""
-
-    outputs: float = 0.0
-    """Of what encoders make, to who runs the language model, and of its gradients on the way back."""
-
-    text: float = 0.0
-    """Of the rest of the samples, from who reads them to who runs the language model."""
-
-    @property
-    def total(self) -> float:
-        """All of these."""
-        return self.items + self.outputs + self.text
+Moved = dict[str, float]
+"""Bytes of each of these, of all minibatches together."""
 
 
 @dataclass
@@ -89,10 +77,10 @@ class Outcome:
     planning_s: float = 0.0
     """Seconds of planning per minibatch, on this machine."""
 
-    moved: Moved = field(default_factory=Moved)
+    moved: Moved = field(default_factory=lambda: dict.fromkeys(MOVED, 0.0))
     """Between ranks."""
 
-    between_nodes: Moved = field(default_factory=Moved)
+    between_nodes: Moved = field(default_factory=lambda: dict.fromkeys(MOVED, 0.0))
     """The part that goes to another node."""
 
     @property
@@ -306,26 +294,21 @@ class _Meter:
         return replace(schedule, encoders=encoders, language=language)
 
     def _add_moves(self, outcome: Outcome, schedule: MinibatchSchedule) -> None:
+        for what, route, num_bytes in self._routes(schedule):
+            volume = route.volume(num_bytes)
+            nodes = np.arange(route.num_ranks) // (self._ranks_per_node or route.num_ranks)
+            outcome.moved[what] += float(volume.sum() - np.trace(volume))
+            outcome.between_nodes[what] += float(volume[nodes[:, None] != nodes[None, :]].sum())
+
+    def _routes(self, schedule: MinibatchSchedule) -> Iterator[tuple[str, Rearrangement, npt.ArrayLike]]:
+        """What goes where, and the bytes of each piece of it."""
         text = schedule.lengths.language.astype(np.float64)
         for name, items in schedule.lengths.items.items():
             np.subtract.at(text, items.sample, items.output)
             row = self._width * _OUTPUT_BYTES * (1 if schedule.frozen[name] else 2)
-            outputs, away = self._volumes(schedule.outputs[name], items.output * row)
-            outcome.moved.outputs += outputs
-            outcome.between_nodes.outputs += away
-            inputs, away = self._volumes(schedule.inputs[name], items.encoder * self._token_bytes[name])
-            outcome.moved.items += inputs
-            outcome.between_nodes.items += away
-        texts, away = self._volumes(schedule.samples, text * _TEXT_BYTES)
-        outcome.moved.text += texts
-        outcome.between_nodes.text += away
-
-    def _volumes(self, route: Rearrangement, sizes: npt.ArrayLike) -> tuple[float, float]:
-        """What goes to another rank, and what of it to another node."""
-        volume = route.volume(sizes)
-        nodes = np.arange(route.num_ranks) // (self._ranks_per_node or route.num_ranks)
-        away = float(volume[nodes[:, None] != nodes[None, :]].sum())
-        return float(volume.sum() - np.trace(volume)), away
+            yield "output", schedule.outputs[name], items.output * row
+            yield "item", schedule.inputs[name], items.encoder * self._token_bytes[name]
+        yield "text", schedule.samples, text * _TEXT_BYTES
 
 
 class Pieces:
@@ -360,15 +343,10 @@ class Pieces:
     def size_that_hides_one(self) -> int | None:
         """The smallest of a few larger minibatch sizes at which such pieces are in fewer than half of the minibatches.
 
-        None: there is none up to ``_LARGEST_TRIED``, or as far as the samples go. Nothing is planned: costs suffice.
+        None: there is none. Nothing is planned: costs suffice.
         """
-        found = self._found
-        size = 2 * found.minibatch_size
-        while size <= _LARGEST_TRIED and size * found.num_ranks <= found.order.size:
-            if self.held_by_one(size) < 0.5:
-                return size
-            size *= 2
-        return None
+        sizes = larger_sizes(self._found.minibatch_size, self._found.num_ranks, self._found.order.size)
+        return next((size for size in sizes if self.held_by_one(size) < 0.5), None)
 
 
 def _costs(found: PhaseComparison, phase: int) -> tuple[IntArray, FloatArray]:

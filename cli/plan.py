@@ -1,35 +1,36 @@
-"""``odc plan``: what balancing policies would do to a dataset. A function for each kind of plan."""
+"""``odc plan`` shows what balancing policies would do to a dataset. Each kind of plan is a function."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import typer
 
 from odc.balance import Machine, Policy, Scenario, get_policy, policy_names
-from odc.balance.checks import IntArray
 from odc.balance.costs.devices import DEVICES
 from odc.balance.plan import Comm
 from odc.balance.rearrange.from_home import FromHome
 from odc.balance.simulate.hosts import Network
 from odc.cli import hosts as over_hosts
 from odc.cli import options
-from odc.cli.comparison import ByOrder, compare, recommend, reordered, to_json
+from odc.cli.comparison import ByOrder, Study, compare, recommend, reordered, to_json
 from odc.cli.comparison import show as show_comparison
 from odc.cli.context_parallel import POLICIES, compare_sizes, parse_groups, report_groups
 from odc.cli.costs import Training
 from odc.cli.given import Given, takes
+from odc.cli.keys import chosen
 from odc.cli.lengths import check_enough, cut, some_of
 from odc.cli.modalities import parse_modalities, read_dataset
 from odc.cli.output import output, progress_bar
 from odc.cli.phase_report import report_phases
 from odc.cli.phases import compare_phases
 from odc.cli.rollouts import LINK, describe_moved, moved
-from odc.cli.settings import OF_COSTS, all_but
+from odc.cli.settings import OF_COSTS, Settings, all_but
 
 DEFAULT_POLICIES = ("none", "local-sort", "lb-micro", "lb-micro-global", "lb-mini")
 _GROUPED_POLICIES = ("none", "lb-micro-global", "lb-mini")
@@ -82,7 +83,7 @@ def hosts(
     """
     network = over_hosts.parse_network(hosts, between, given.world_size, given.device)
     policies = list(map(get_policy, chosen_policies(policy, DEFAULT_POLICIES)))
-    _report(given, _compare(given, max_tokens, policies, _grouped(given, policy), network))
+    _report(given, _compare(given, max_tokens, policies, _grouped(given, policy), network), network)
 
 
 @takes(*all_but("reorder"))
@@ -106,13 +107,14 @@ def rollouts(
     policies = [FromHome(get_policy(name), ranks_per_node) for name in chosen_policies(policy, DEFAULT_POLICIES)]
     found = _compare(given, max_tokens, policies, [], network)
     bytes_per_s = DEVICES[given.device].links[LINK]
-    planned = found.by_order["shuffled"].planned
+    planned = found["shuffled"].planned
     moves = {name: moved(epoch, ranks_per_node, bytes_per_s) for name, epoch in planned.items()}
     _report(
         given,
         found,
+        network,
         {"moved": {name: asdict(each) for name, each in moves.items()}},
-        describe_moved(moves, with_nodes=ranks_per_node is not None),
+        [describe_moved(moves, with_nodes=ranks_per_node is not None)],
     )
 
 
@@ -139,10 +141,8 @@ def context_parallel(
         num_minibatches = np.size(study.scenario.lengths) // (given.world_size * given.minibatch_size)
         bar = progress.add_task("planning", total=num_minibatches * len(policies) * len(groups))
         on_minibatch = partial(progress.advance, bar)
-        found = compare_sizes(
-            study.scenario, study.tokens, policies, study.training, study.machines, groups, on_minibatch
-        )
-    report_groups(found, study.about, as_json=given.as_json, plot=given.plot)
+        found = compare_sizes(study, policies, groups, on_minibatch)
+    report_groups(found, as_json=given.as_json, plot=given.plot)
 
 
 @takes(*OF_COSTS, "recompute", "minibatches")
@@ -190,12 +190,8 @@ def chosen_policies(named: list[str] | None, default: Sequence[str]) -> list[str
     Raises:
         ValueError: a name is not known.
     """
-    names = list(dict.fromkeys(named or default))
-    if "all" in names:
-        return policy_names()
-    if unknown := [name for name in names if name not in policy_names()]:
-        raise ValueError(f"--policy {unknown[0]!r} is not known: expected all, or of {', '.join(policy_names())}")
-    return names
+    names = chosen("--policy", named, default, ["all", *policy_names()])
+    return policy_names() if "all" in names else names
 
 
 def _grouped(given: Given, named: list[str] | None) -> list[str]:
@@ -206,21 +202,8 @@ def _grouped(given: Given, named: list[str] | None) -> list[str]:
 # Plans of samples that have one length each
 
 
-@dataclass(frozen=True)
-class _Study:
-    """What policies are compared on."""
-
-    scenario: Scenario
-    tokens: IntArray
-    """The lengths of all samples, of which the scenario may have a part."""
-    about: str
-    """Where the lengths come from, for people."""
-    training: Training
-    machines: Mapping[Comm, Machine]
-
-
-def _study(given: Given, max_tokens: int | None, *, hosts: int = 1, devices: int = 1) -> _Study:
-    """Read the lengths; ``devices`` together hold a sample."""
+def _study(given: Given, max_tokens: int | None, *, hosts: int = 1, devices: int = 1) -> Study:
+    """Read the lengths. No sample is longer than what ``devices`` together hold."""
     settings = given.settings
     training = given.training(hosts=hosts, with_transfers=True)
     dataset = given.read_lengths(settings.samples)
@@ -237,31 +220,23 @@ def _study(given: Given, max_tokens: int | None, *, hosts: int = 1, devices: int
         speeds=settings.speeds,
         seed=settings.seed,
     )
+    return Study(scenario, tokens, dataset.about, training, _machines(settings, training))
+
+
+def _machines(settings: Settings, training: Training) -> dict[Comm, Machine]:
+    """What each kind of communication meets within a host."""
     gather, scatter = training.transfers_s
-    alike = Machine(
+    fsdp = Machine(
         noise=settings.noise,
         seed=settings.seed,
         overlap=settings.overlap,
         forward_share=1 / 4 if training.recompute else 1 / 3,
         num_layers=training.shape.num_layers,
+        gather=gather,
+        scatter=scatter,
     )
-    factors: dict[Comm, float] = {"collective": 1.0, "odc": settings.odc_slower}
-    machines = {
-        comm: replace(alike, gather=gather * slower, scatter=scatter * slower) for comm, slower in factors.items()
-    }
-    return _Study(scenario, tokens, dataset.about, training, machines)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What comes of a comparison of policies."""
-
-    by_order: ByOrder
-    about: str
-    """Where the lengths come from, for people."""
-    network: Network | None
-    ways: Sequence[over_hosts.Way]
-    """To train over it."""
+    slower = settings.odc_slower
+    return {"collective": fsdp, "odc": replace(fsdp, gather=gather * slower, scatter=scatter * slower)}
 
 
 def _compare(
@@ -270,39 +245,41 @@ def _compare(
     policies: Sequence[Policy],
     grouped: Sequence[str],
     network: Network | None = None,
-) -> _Found:
+) -> ByOrder:
     """Plan and simulate all of them, on these hosts, and those of grouped lengths."""
     panel = given.settings.panel
     if panel != "all" and given.plot is None:
         raise ValueError(f"--set panel={panel} is drawn into a file: expected --plot too, e.g. --plot {panel}.png")
     study = _study(given, max_tokens, hosts=1 if network is None else network.num_hosts)
-    inside = study.machines
-    machines = inside if network is None else over_hosts.usual(inside, network, study.training)
+    if network is not None:
+        study = replace(study, machines=over_hosts.usual(study.machines, network, study.training))
     with progress_bar() as progress:
         total = len(study.scenario.sampler("none")) * (len(policies) + len(grouped))
         on_minibatch = partial(progress.advance, progress.add_task("planning", total=total))
-        comparison = compare(study.scenario, study.tokens, policies, study.training, machines, on_minibatch)
-        by_order = reordered(comparison, grouped, on_minibatch)
+        return reordered(compare(study, policies, on_minibatch), grouped, on_minibatch)
+
+
+def _report(
+    given: Given,
+    found: ByOrder,
+    network: Network | None = None,
+    further: Mapping[str, object] = MappingProxyType({}),
+    notes: Sequence[str] = (),
+) -> None:
+    """Draw and print what was found; ``further`` entries of JSON, and ``notes`` for people."""
+    recommendation, comparison = recommend(found), found["shuffled"]
+    inside = _machines(given.settings, comparison.training)
     ways = [] if network is None else over_hosts.compare_ways(network, comparison, inside)
-    return _Found(by_order, study.about, network, ways)
-
-
-def _report(given: Given, found: _Found, further: Mapping[str, object] | None = None, note: str = "") -> None:
-    """Draw and print what was found; ``further`` entries of JSON, and a ``note`` for people."""
-    recommendation = recommend(found.by_order)
     if given.plot is not None:
         from odc.cli.plots import plot_plan  # matplotlib takes a while to import
 
         with progress_bar() as progress:
             progress.add_task("drawing", total=None)
-            plot_plan(given.plot, found.by_order["shuffled"], minibatch_only=given.settings.panel == "minibatch")
+            plot_plan(given.plot, comparison, minibatch_only=given.settings.panel == "minibatch")
     if given.as_json:
-        ways = {"ways": over_hosts.to_json(found.ways)} if found.ways else {}
-        typer.echo(
-            json.dumps({"lengths": found.about, **to_json(found.by_order, recommendation), **ways, **(further or {})})
-        )
+        about_ways = {"ways": over_hosts.to_json(ways)} if ways else {}
+        typer.echo(json.dumps({**to_json(found, recommendation), **about_ways, **further}))
         return
-    show_comparison(found.by_order, found.about, recommendation, given.plot, note)
-    if found.network is not None:
-        table, advice = over_hosts.table(found.ways, found.network), over_hosts.advice(found.ways)
-        output().print("", table, f"[bold]{advice}[/bold]", sep="\n")
+    show_comparison(found, recommendation, given.plot, notes)
+    if network is not None:
+        output().print("", over_hosts.table(ways, network), f"[bold]{over_hosts.advice(ways)}[/bold]", sep="\n")

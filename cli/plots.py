@@ -1,4 +1,4 @@
-"""Pictures of plans, of studies, and of one minibatch of several modalities. Needs matplotlib."""
+"""Draws plans, studies, and one minibatch of several modalities. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from odc.balance import Plan, Simulation
-from odc.balance.checks import IntArray
+from odc.balance.checks import FloatArray, IntArray
 from odc.balance.plan import Comm
 from odc.balance.simulate.studies import Point
 from odc.cli.comparison import COMM_NAMES, Comparison, at_minibatch_sizes
@@ -22,6 +22,7 @@ from odc.cli.phases import Balanced, Outcome, PhaseComparison
 _COMPUTE = ("#7a9cc6", "#a9c0dd")
 _WAIT = "#d1495b"
 _COLLECTIVE, _ODC = "#c9a227", "#1f3b5c"
+_LANGUAGE = _ODC
 _SIZES = (1, 2, 4, 8, 16)
 _MOST_RANKS = 16  # more bars than these cannot be told apart
 _LABELS = {
@@ -62,12 +63,8 @@ def plot_groups(path: Path, found: Mapping[int, Comparison]) -> None:
         ):
             axes.plot([size for size, _ in best], values, "o-", color=colour, label=f"fastest plan, {COMM_NAMES[comm]}")
     for axes, what in zip(panels, ("samples/s", "bubble rate (%)"), strict=True):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.set_xlabel("devices of a group")
-        axes.set_ylabel(what)
+        _label_sizes(axes, sizes, "devices of a group", what)
         axes.set_ylim(0, max(1e-9, 1.1 * axes.get_ylim()[1]))
-        axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
 
@@ -116,9 +113,9 @@ def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
     height, ticks = 0.0, []
     longest = max(plan.makespan(comm) for comm, plan in plans.items())
     for comm, plan in plans.items():
-        ranks = _ranks_to_show(plan)
+        ranks = ranks_to_show(plan.microbatch_times().sum(axis=1))
         for rank in ranks:
-            _plot_rank(axes, plan, rank, comm, height)
+            _plot_microbatches(axes, plan, rank, comm, height)
             ticks.append((height, f"{rank}"))
             height -= 1
         axes.text(0, height + len(ranks) + 0.6, f" {COMM_NAMES[comm]} with {plan.policy}")
@@ -143,11 +140,10 @@ def _plot_minibatch(axes: Axes, comparison: Comparison) -> None:
     )
 
 
-def _ranks_to_show(plan: Plan) -> list[int]:
+def ranks_to_show(work: FloatArray) -> list[int]:
     """The first ranks, and the one with the most work: the others wait for it at the end."""
-    slowest = int(plan.microbatch_times().sum(axis=1).argmax())
-    first = [rank for rank in range(plan.world_size) if rank != slowest][: _MOST_RANKS - 1]
-    return sorted([*first, slowest])
+    most = int(work.argmax())
+    return sorted([*[rank for rank in range(work.size) if rank != most][: _MOST_RANKS - 1], most])
 
 
 def _timeline_title(comparison: Comparison, plans: Mapping[Comm, Plan]) -> str:
@@ -157,18 +153,25 @@ def _timeline_title(comparison: Comparison, plans: Mapping[Comm, Plan]) -> str:
     return f"One step of {num_samples} samples: {times}{', as planned' if differs else ''}"
 
 
-def _plot_rank(axes: Axes, plan: Plan, rank: int, comm: Comm, height: float) -> None:
+def _plot_microbatches(axes: Axes, plan: Plan, rank: int, comm: Comm, height: float) -> None:
+    """Under collectives ranks wait for each other in every microbatch, under ODC at the end."""
     times = plan.microbatch_times()
-    slowest = times.max(axis=0)
+    spans = times.max(axis=0) if comm == "collective" else times[rank]
+    colours = [_COMPUTE[number % 2] for number in range(spans.size)]
+    _plot_rank(axes, height, times[rank].tolist(), spans.tolist(), colours, plan.makespan(comm))
+
+
+def _plot_rank(
+    axes: Axes, height: float, times: Sequence[float], spans: Sequence[float], colours: Sequence[str], end: float
+) -> None:
+    """What a rank computes, piece by piece: after each it waits until its span is over, and at last until the end."""
     start = 0.0
-    for m, own in enumerate(times[rank].tolist()):
-        axes.barh(height, own, left=start, height=0.8, color=_COMPUTE[m % 2])
-        start += own
-        if comm == "collective":
-            axes.barh(height, slowest[m] - own, left=start, height=0.8, color=_WAIT)
-            start += slowest[m] - own
-    end = plan.makespan(comm)
-    axes.barh(height, end - start, left=start, height=0.8, color=_WAIT)
+    for own, span, colour in zip(times, spans, colours, strict=True):
+        axes.barh(height, own, left=start, height=0.8, color=colour)
+        if span > own:
+            axes.barh(height, span - own, left=start + own, height=0.8, color=_WAIT)
+        start += span
+    axes.barh(height, max(0.0, end - start), left=start, height=0.8, color=_WAIT)
 
 
 def _plot_sizes(bubbles: Axes, speedup: Axes, comparison: Comparison) -> None:
@@ -185,18 +188,25 @@ def _plot_sizes(bubbles: Axes, speedup: Axes, comparison: Comparison) -> None:
         rates = [100 * found[size][which].bubble_rate for size in sizes]
         bubbles.plot(sizes, rates, "o-", color=colour, label=name)
     bubbles.set_title("Bubble rate by minibatch size", loc="left")
-    bubbles.set_ylabel("bubble rate (%)")
     bubbles.legend(frameon=False)
     gains = [100 * (found[size][1].speedup(found[size][0]) - 1) for size in sizes]
     speedup.plot(sizes, gains, "o-", color=_ODC)
     speedup.set_title(f"Speedup of {odc} over {fsdp}", loc="left")
-    speedup.set_ylabel("more samples/s (%)")
-    for axes, lowest in ((bubbles, 0.0), (speedup, min(0.0, *gains))):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.set_xlabel("samples per rank and minibatch")
+    for axes, what, lowest in (
+        (bubbles, "bubble rate (%)", 0.0),
+        (speedup, "more samples/s (%)", min(0.0, *gains)),
+    ):
+        _label_sizes(axes, sizes, "samples per rank and minibatch", what)
         axes.set_ylim(1.1 * lowest, max(1.0, axes.get_ylim()[1]))
-        axes.grid(alpha=0.3)
+
+
+def _label_sizes(axes: Axes, sizes: Sequence[int], of_what: str, what: str) -> None:
+    """Powers of two along the horizontal axis."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlabel(of_what)
+    axes.set_ylabel(what)
+    axes.grid(alpha=0.3)
 
 
 def _plot_study(axes: Axes, factor: str, points: Sequence[Point]) -> None:
@@ -220,7 +230,6 @@ def _plot_study(axes: Axes, factor: str, points: Sequence[Point]) -> None:
 
 
 _PHASES = ("#7a9cc6", "#c9a227", "#6a994e", "#8e6c8a", "#bc6c25")
-_LANGUAGE, _WAIT = "#1f3b5c", "#d1495b"
 _TITLES: dict[Balanced, str] = {
     "none": "nothing balanced",
     "language": "language model balanced",
@@ -251,28 +260,14 @@ def plot_phases(path: Path, found: PhaseComparison) -> None:
     figure.savefig(path, dpi=130)
 
 
-def ranks_to_show(loads: np.ndarray) -> list[int]:
-    """The first ranks, and the one with the most work."""
-    most = int(loads.sum(axis=0).argmax())
-    return sorted([*[rank for rank in range(loads.shape[1]) if rank != most][: _MOST_RANKS - 1], most])
-
-
 def _plot_outcome(axes: Axes, outcome: Outcome, number: int, colours: list[str]) -> None:
     """Under collectives ranks wait for each other in every phase, under ODC at the end."""
     loads, makespan = outcome.loads[number], outcome.makespans[number]
-    ranks = ranks_to_show(loads)
+    ranks = ranks_to_show(loads.sum(axis=0))
     for height, rank in enumerate(ranks):
-        start = 0.0
-        for phase, colour in enumerate(colours):
-            own = float(loads[phase, rank])
-            axes.barh(height, own, left=start, height=0.8, color=colour)
-            end = start + own
-            if outcome.comm == "collective":
-                start += outcome.spans[number][phase]
-                axes.barh(height, start - end, left=end, height=0.8, color=_WAIT)
-            else:
-                start = end
-        axes.barh(height, max(0.0, makespan - start), left=start, height=0.8, color=_WAIT)
+        times = loads[:, rank].tolist()
+        spans = outcome.spans[number] if outcome.comm == "collective" else times
+        _plot_rank(axes, height, times, spans, colours, makespan)
     axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks], fontsize=7)
     axes.invert_yaxis()
     axes.set_title(f"{_TITLES[outcome.balanced]}, {COMM_NAMES[outcome.comm]}", loc="left")

@@ -1,4 +1,4 @@
-"""``odc simulate``: how the gain of ODC depends on one factor at a time."""
+"""``odc simulate`` shows how the gain of ODC depends on one factor at a time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from odc.balance import Scenario
 from odc.balance.checks import IntArray
 from odc.balance.simulate.studies import FACTORS, Point, Setting, study
 from odc.cli.given import Given, takes
+from odc.cli.keys import chosen
 from odc.cli.lengths import Lengths, check_enough, describe, some_of
 from odc.cli.output import new_table, progress_bar, show_report
 from odc.cli.settings import OF_COSTS
@@ -54,7 +55,8 @@ def simulate(
 
         odc simulate lengths.txt --factor minibatch_size --values 2,4,8
     """
-    factors = _chosen(factor)
+    named = [name.replace("-", "_") for name in factor or ()]
+    factors = chosen("--factor", named, PAPER_FACTORS, FACTORS)
     numbers = _numbers(values, factors)
     dataset = given.read_lengths(samples)
     used = some_of(dataset.tokens, samples, given.settings.seed)
@@ -87,13 +89,6 @@ def _header(read: Lengths, used: IntArray) -> str:
     if used.size == read.tokens.size:
         which = "all are used"
     return f"{describe(read.tokens)}; {which}."
-
-
-def _chosen(given: list[str] | None) -> list[str]:
-    names = [name.replace("-", "_") for name in given or PAPER_FACTORS]
-    if unknown := [name for name in names if name not in FACTORS]:
-        raise ValueError(f"--factor {unknown[0]!r} is not known: expected one of {', '.join(FACTORS)}")
-    return list(dict.fromkeys(names))
 
 
 def _numbers(values: str | None, factors: Sequence[str]) -> list[float] | None:

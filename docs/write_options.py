@@ -17,7 +17,7 @@ import typer
 from odc import config
 from odc.cli.app import app
 from odc.cli.bench import command_of
-from odc.cli.settings import KEYS, all_but
+from odc.cli.settings import KEYS, Settings, all_but
 from odc.launch.options import odc_options
 
 PAGE = Path(__file__).with_name("options.md")
@@ -130,7 +130,8 @@ def _commands() -> Iterator[str]:
         yield from _table(("option", "default", "what it does"), own)
         keys = getattr(command.callback, "keys", ())
         if name == "plan":
-            rows = [(f"`{key}=`", _value(KEYS[key].default), _sentence(KEYS[key].help)) for key in keys]
+            defaults = {key: getattr(Settings, key.replace("-", "_")) for key in keys}
+            rows = [(f"`{key}=`", _value(default), _sentence(KEYS[key][1])) for key, default in defaults.items()]
             yield from _table(("`--set`", "default", "what it does"), rows)
         elif keys and keys != all_but():
             yield f"Keys of `--set`: {', '.join(f'`{key}`' for key in keys)}.\n"

@@ -280,7 +280,7 @@ def test_exchange_has_its_part_of_the_time(tmp_path: Path) -> None:
         ([*SIZES, "--link", "nvlink,pcie"], "expected one for all groups, or one for each of the 4"),
         (
             [*SIZES, "--set", "panel=minibatch"],
-            "--set 'panel=minibatch': expected KEY=VALUE, with a key of timings, mfu",
+            "--set: 'panel=minibatch' is not known: expected of timings=, mfu=",
         ),
         ([*SIZES, "--modality", "vision:linear=1"], "No such option: --modality"),
     ],

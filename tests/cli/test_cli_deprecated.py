@@ -11,7 +11,8 @@ from cli_calls import call, plan
 
 from odc.cli.app import app
 from odc.cli.deprecated import RENAMED, modern
-from odc.cli.settings import read_settings
+from odc.cli.keys import read_keys
+from odc.cli.settings import Settings
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 VALUES = {"--panel": "all", "--modality": "a:linear=1", "--modalities": "a:linear=1"}
@@ -31,7 +32,7 @@ def test_an_old_option_is_read_as_the_new_one(command: str, old: str) -> None:
         assert warning.startswith(f"DeprecationWarning: {old} will go with the next minor release. Write: odc {name} ")
         assert modern(name.split()[0], [*name.split()[1:], *arguments], COMMANDS) == (name, arguments, "")
         with COMMANDS[name].make_context(name, arguments) as context:  # fails where the new option is none
-            read_settings(context.params["settings"] or (), context.command.callback.keys)
+            read_keys(Settings, "--set", context.params["settings"] or (), context.command.callback.keys)
 
 
 def test_an_old_command_line_prints_what_the_new_one_prints() -> None:

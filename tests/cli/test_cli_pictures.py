@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from odc.balance import Machine, Scenario, even_lengths
 from odc.cli import plots
-from odc.cli.comparison import Comparison, at_minibatch_sizes, compare, recommend
+from odc.cli.comparison import Comparison, Study, at_minibatch_sizes, compare, recommend
 from odc.cli.costs import make_training
 from odc.cli.lengths import some_of
 from odc.cli.output import significant
@@ -29,7 +29,7 @@ def compared(machine: Machine = Machine(), world_size: int = 4, odc_slower: floa
     training = make_training("qwen2.5-1.5b", "h100", 0.4, world_size, recompute=True, timings=None)
     scenario = Scenario(some_of(lengths, 128, 0), training.cost, world_size, 2, max_tokens=int(lengths.max()))
     slower = replace(machine, gather=machine.gather * odc_slower, scatter=machine.scatter * odc_slower)
-    return compare(scenario, lengths, POLICIES, training, {"collective": machine, "odc": slower})
+    return compare(Study(scenario, lengths, "", training, {"collective": machine, "odc": slower}), POLICIES)
 
 
 def panels(
@@ -110,7 +110,7 @@ def test_the_rank_that_others_wait_for_is_among_them() -> None:
     plan = compared(world_size=32).planned["lb-mini"].minibatches[0].plan
     slowest = int(plan.microbatch_times().sum(axis=1).argmax())
     reverse = replace(plan, microbatches=plan.microbatches[slowest + 1 :] + plan.microbatches[: slowest + 1])
-    ranks = plots._ranks_to_show(reverse)
+    ranks = plots.ranks_to_show(reverse.microbatch_times().sum(axis=1))
     assert ranks == [*range(15), 31]
 
 
