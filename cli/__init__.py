@@ -1,4 +1,4 @@
-"""The ``odc`` command. Nothing imports this package but the entry points."""
+"""The ``odc`` command. Only its entry points import this package."""
 
 from odc.cli.app import main
 

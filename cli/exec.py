@@ -1,4 +1,4 @@
-"""``odc exec``: any command that starts ranks, each of which is then a rank of ``odc run``."""
+"""``odc exec`` runs any command that starts ranks. Each of these ranks is then a rank of ``odc run``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens one object of a dataset holds: which of its columns are counted, and how."""
+"""Counts the tokens of one object of a dataset, and says which columns it counts, and how."""
 
 from __future__ import annotations
 

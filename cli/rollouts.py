@@ -1,4 +1,4 @@
-"""``odc plan rollouts``: what moves, where samples are on some rank before they are balanced."""
+"""``odc plan rollouts`` counts what moves if each sample is on some rank before samples are balanced."""
 
 from __future__ import annotations
 

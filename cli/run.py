@@ -1,4 +1,4 @@
-"""``odc run``: torchrun, with FSDP patched before the script starts."""
+"""``odc run`` is torchrun, and patches FSDP before the script starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``odc run --dry-run``: shows what would be patched, after one optimizer step under plain FSDP."""
+"""``odc run --dry-run`` takes one optimizer step under plain FSDP, and shows what ODC would patch."""
 
 from __future__ import annotations
 

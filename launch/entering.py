@@ -1,8 +1,8 @@
-"""Runs first in every Python process below ``odc exec``. ODC starts when the process makes its process group.
+"""Python runs this file first in every process below ``odc exec``. ODC starts when the process makes its process group.
 
-``odc exec`` puts this file as ``sitecustomize.py`` into a folder on PYTHONPATH, where Python finds it at startup. So it
-imports only the standard library, and loads nothing in a process that is not a rank. Every rank, whether it runs a
-script or a function, calls ``torch.distributed.init_process_group``, whatever has started it.
+``odc exec`` puts this file as ``sitecustomize.py`` into a folder on PYTHONPATH, where Python finds it at startup. So
+the file imports only the standard library, and loads nothing in a process that is not a rank. Every rank calls
+``torch.distributed.init_process_group``, whether the rank runs a script or a function, and whatever has started it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What ``odc run`` shows during a run: columns in a Trainer's log, ``--timeline`` and ``--live``.
+"""Shows what ranks do while ``odc run`` runs: columns in a Trainer's log, ``--timeline`` and ``--live``.
 
-All of it comes from :class:`odc.MinibatchStats` and :class:`odc.Timeline`. Scripts under ``torchrun`` can use
+All figures come from :class:`odc.MinibatchStats` and :class:`odc.Timeline`. Scripts under ``torchrun`` can use
 ``session.on_minibatch`` and ``session.start_timeline`` for the same.
 """
 

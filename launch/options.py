@@ -1,4 +1,4 @@
-"""Options of ODC in ``odc run`` and ``odc exec``, and their checks before a rank starts."""
+"""The options of ODC in ``odc run`` and ``odc exec``, and the checks of these options before a rank starts."""
 
 from __future__ import annotations
 

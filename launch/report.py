@@ -1,8 +1,8 @@
-"""The final report: times microbatches and estimates how much waiting one synchronization per minibatch has saved.
+"""The final report. It times microbatches, and estimates how much waiting one synchronization per minibatch has saved.
 
 No rank waits for another. Each puts its numbers into torchrun's key-value store, which outlives the ranks. The last
-rank to do so reads those of all others and prints. If a rank has failed, its numbers are missing and nothing is
-printed. Without torchrun, rank 0 has the store, waits for the numbers of the others, and prints.
+rank to do so reads the numbers of all ranks and prints the report. If a rank has failed, its numbers are missing and
+nothing is printed. Without torchrun, rank 0 has the store, waits for the numbers of the others, and prints the report.
 """
 
 from __future__ import annotations

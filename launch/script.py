@@ -1,10 +1,8 @@
-"""Run a script as ``python script.py`` would, and print one line if it fails.
-
-``sys`` and the script's module are the same as there.
+"""Runs a script as ``python script.py`` would, and prints one line if it fails. ``sys`` and the module are the same.
 
 A rank writes its line to the file in which torchrun looks for errors. ``odc run`` reads the lines of the ranks of its
-host, and how ranks without a line have ended. It prints one line at the end: that of the rank whose error explains the
-others. Under torchrun alone each rank prints its own.
+host, and how ranks without a line have ended. At the end it prints one line, of the rank whose error explains the
+others. Under torchrun alone each rank prints its own line.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""All checks in the order in which they are shown, and how they are run; and which transport a runtime would choose
-here, by the registry's own rules.
+"""All checks in the order in which ``odc doctor`` shows them, and how they are run. Two of them ask the registry which
+transport a runtime would choose here.
 """
 
 from __future__ import annotations

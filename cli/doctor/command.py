@@ -1,4 +1,4 @@
-"""``odc doctor``: what this machine can do for ODC, and what to change."""
+"""``odc doctor`` prints what this machine can do for ODC, and what to change."""
 
 from __future__ import annotations
 

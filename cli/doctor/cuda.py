@@ -1,4 +1,4 @@
-"""The CUDA driver and its devices, asked through NVML: that needs no CUDA context, so no memory on any device."""
+"""Asks NVML about the CUDA driver and its devices. NVML needs no CUDA context, and so no memory on any device."""
 
 from __future__ import annotations
 
@@ -61,14 +61,12 @@ def read_driver(load: Callable[[str], Any] = ctypes.CDLL) -> CudaDriver:
         return CudaDriver(problem=_driver_without_nvml(load))
     try:
         _check(library.nvmlInit_v2(), "nvmlInit")
-    except (OSError, AttributeError) as problem:
-        return CudaDriver(problem=str(problem))
-    try:
-        return _ask(library)
+        try:
+            return _ask(library)
+        finally:
+            library.nvmlShutdown()
     except (OSError, AttributeError, ctypes.ArgumentError) as problem:
         return CudaDriver(problem=str(problem))
-    finally:
-        library.nvmlShutdown()
 
 
 def _driver_without_nvml(load: Callable[[str], Any]) -> str:

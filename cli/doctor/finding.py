@@ -1,4 +1,4 @@
-"""What a check says: a status, what was found, what to do about it."""
+"""A check says a status, what it found, and what to do about that."""
 
 from __future__ import annotations
 

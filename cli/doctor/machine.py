@@ -1,8 +1,8 @@
-"""What ranks need of a machine: limits, judged from their values; and what the shared-memory transport is made of, each
-thing tried once on a page of memory.
+"""Judges the limits of a machine by their values, and tries each part of the shared-memory transport once, on a page of
+memory.
 
-Trying is the only way to know: containers and sandboxes refuse system calls that the kernel has. Modules that need
-torch are imported by the check that uses them, so that a broken torch is reported like everything else.
+Only trying tells: containers and sandboxes refuse system calls that the kernel has. A check imports the modules that
+need torch itself, so that a broken torch is reported like everything else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What GPUs of several hosts need: NVSHMEM's library and device bitcode, and a network with RDMA."""
+"""Finds what GPUs of several hosts need: NVSHMEM's library and device bitcode, and a network with RDMA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed, and what of it is too old; the facts that several checks need, each collected once."""
+"""Collects what is installed, each fact once for the checks that need it, and says what is too old."""
 
 from __future__ import annotations
 
