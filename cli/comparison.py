@@ -157,8 +157,17 @@ def memory_cell(num_bytes: float, *, fits: bool) -> str:
     return gigabytes(num_bytes) if fits else f"[red]{gigabytes(num_bytes)}[/red]"
 
 
-def show(found: ByOrder, recommendation: str, plot: Path | None, notes: Iterable[str] = ()) -> None:
-    """Print the table, and what it is of."""
+def report(
+    found: ByOrder,
+    further: Mapping[str, object],
+    *,
+    as_json: bool,
+    plot: Path | None,
+    notes: Iterable[str],
+    behind: Iterable[str | Table],
+) -> None:
+    """Print the table, and what it is of; or JSON, with ``further`` entries."""
+    recommendation = recommend(found)
     comparison = found["shuffled"]
     scenario, longest = comparison.scenario, int(comparison.lengths.max())
     header = (
@@ -167,7 +176,18 @@ def show(found: ByOrder, recommendation: str, plot: Path | None, notes: Iterable
     )
     memory = memory_note(comparison.training, int(scenario.max_tokens or longest))
     costs = f"{comparison.training.about}. Memory per device is an estimate: {memory}."
-    show_report([header], comparison.about, [table(found)], costs, notes=notes, advice=recommendation, plot=plot)
+    show_report(
+        {**to_json(found, recommendation), **further},
+        [header],
+        comparison.about,
+        [table(found)],
+        costs,
+        as_json=as_json,
+        plot=plot,
+        notes=notes,
+        advice=recommendation,
+        behind=behind,
+    )
 
 
 def duration(seconds: float) -> str:

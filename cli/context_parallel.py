@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import typer
 from rich.table import Table
 
 from odc.balance import Simulation
@@ -179,9 +177,6 @@ def report_groups(found: BySize, *, as_json: bool, plot: Path | None) -> None:
         from odc.cli.plots import plot_groups  # matplotlib takes a while to import
 
         plot_groups(plot, found)
-    if as_json:
-        typer.echo(json.dumps(to_json(found, recommendation)))
-        return
     smallest, first = next(iter(found.items()))
     header = (
         f"{describe(first.lengths)}. {smallest * first.scenario.world_size} devices, "
@@ -193,7 +188,8 @@ def report_groups(found: BySize, *, as_json: bool, plot: Path | None) -> None:
         "nothing hides. Memory per device is an estimate."
     )
     tables = [table(found), table_of_groups(found)]
-    show_report([header], first.about, tables, costs, advice=recommendation, plot=plot)
+    document = to_json(found, recommendation)
+    show_report(document, [header], first.about, tables, costs, as_json=as_json, plot=plot, advice=recommendation)
 
 
 # What to make of it

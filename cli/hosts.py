@@ -123,6 +123,11 @@ def _sharded(training: Training, network: Network, sharding: Sharding) -> Traini
     return replace(training, state=ShardedState.from_config(training.shape, over, num_sharing=sharing))
 
 
+def describe_ways(ways: Sequence[Way], network: Network) -> list[str | Table]:
+    """For people, behind what policies do."""
+    return ["", table(ways, network), f"[bold]{advice(ways)}[/bold]"]
+
+
 def table(ways: Sequence[Way], network: Network) -> Table:
     """At most 80 columns wide."""
     best, baseline = fastest(ways), ways[0].simulation

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,10 +30,13 @@ def output(width: int = 80) -> Console:
     return console if console.is_terminal else Console(width=width)
 
 
-def progress_bar() -> Progress:
-    """On standard error, gone when done, so that standard output holds the result alone."""
+@contextmanager
+def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """A bar on standard error, gone when done, so that standard output holds the result alone. Yields ``update`` of
+    :class:`rich.progress.Progress`, for this bar."""
     columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        yield partial(bars.update, bars.add_task(what, total=total))
 
 
 def new_table(title: str, *headings: str) -> Table:
@@ -45,16 +49,23 @@ def new_table(title: str, *headings: str) -> Table:
 
 
 def show_report(
+    document: Mapping[str, object],
     header: Iterable[str],
     lengths: str,
     tables: Iterable[Table],
     costs: str,
     *,
+    as_json: bool,
+    plot: Path | None,
     notes: Iterable[str] = (),
     advice: str = "",
-    plot: Path | None = None,
+    behind: Iterable[str | Table] = (),
 ) -> None:
-    """Print a plan or a study: what it is of, what came of it, what it assumes, and what to make of it."""
+    """Print a plan or a study: what it is of, what came of it, what it assumes, and what to make of it; or, as JSON,
+    the document alone."""
+    if as_json:
+        typer.echo(json.dumps(document))
+        return
     say = partial(output().print, highlight=False)
     for line in header:
         say(escape(line))
@@ -68,6 +79,8 @@ def show_report(
         say(f"\n[bold]{escape(advice)}[/bold]")
     if plot is not None:
         say(f"Pictures: {escape(str(plot))}")
+    for part in behind:
+        say(part)
 
 
 @contextmanager

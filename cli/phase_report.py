@@ -4,18 +4,16 @@ sentence says what holds that back.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
-import typer
 from rich.table import Table
 
 from odc.balance.plan import Comm
 from odc.cli.comparison import COMM_NAMES, NOT_WORTH_IT, duration, what_it_brings
 from odc.cli.lengths import describe
 from odc.cli.modalities import LANGUAGE
-from odc.cli.output import new_table, progress_bar, show_report, significant
+from odc.cli.output import new_table, progress, show_report, significant
 from odc.cli.phases import BALANCES_ENCODERS, Balanced, Moved, Outcome, PhaseComparison, Pieces
 
 # What to make of it
@@ -147,12 +145,8 @@ def report_phases(found: PhaseComparison, *, as_json: bool, plot: Path | None) -
     if plot is not None:
         from odc.cli.plots import plot_phases  # matplotlib takes a while to import
 
-        with progress_bar() as progress:
-            progress.add_task("drawing", total=None)
+        with progress("drawing"):
             plot_phases(plot, found)
-    if as_json:
-        typer.echo(json.dumps(phases_to_json(found, recommendation)))
-        return
     header = (
         f"{describe(found.dataset.tokens)}. {found.num_ranks} ranks, {found.minibatch_size} samples each per "
         f"minibatch, {found.num_minibatches} minibatches planned."
@@ -163,8 +157,16 @@ def report_phases(found: PhaseComparison, *, as_json: bool, plot: Path | None) -
         f". Moved, by all ranks per minibatch: items ({item_bytes}), what encoders make of them (bf16) and its "
         "gradients, text. Moving takes no time here."
     )
-    lines, tables = [header, *describe_items(found)], [phase_table(found)]
-    show_report(lines, found.dataset.about, tables, costs, advice=recommendation, plot=plot)
+    show_report(
+        phases_to_json(found, recommendation),
+        [header, *describe_items(found)],
+        found.dataset.about,
+        [phase_table(found)],
+        costs,
+        as_json=as_json,
+        plot=plot,
+        advice=recommendation,
+    )
 
 
 def phase_table(found: PhaseComparison) -> Table:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from types import MappingProxyType
 
 import numpy as np
-import typer
 
 from odc.balance import Machine, Policy, Scenario, get_policy, policy_names
 from odc.balance.costs.devices import DEVICES
@@ -18,15 +16,14 @@ from odc.balance.rearrange.from_home import FromHome
 from odc.balance.simulate.hosts import Network
 from odc.cli import hosts as over_hosts
 from odc.cli import options
-from odc.cli.comparison import ByOrder, Study, compare, recommend, reordered, to_json
-from odc.cli.comparison import show as show_comparison
+from odc.cli.comparison import ByOrder, Study, compare, reordered, report
 from odc.cli.context_parallel import POLICIES, compare_sizes, parse_groups, report_groups
 from odc.cli.costs import Training
 from odc.cli.given import Given, takes
 from odc.cli.keys import chosen
 from odc.cli.lengths import check_enough, cut, some_of
 from odc.cli.modalities import parse_modalities, read_dataset
-from odc.cli.output import output, progress_bar
+from odc.cli.output import progress
 from odc.cli.phase_report import report_phases
 from odc.cli.phases import compare_phases
 from odc.cli.rollouts import LINK, describe_moved, moved
@@ -137,11 +134,9 @@ def context_parallel(
     groups = parse_groups(sizes, link, given.world_size, given.device)
     policies = chosen_policies(policy, POLICIES)
     study = _study(given, max_tokens, devices=min(groups))
-    with progress_bar() as progress:
-        num_minibatches = np.size(study.scenario.lengths) // (given.world_size * given.minibatch_size)
-        bar = progress.add_task("planning", total=num_minibatches * len(policies) * len(groups))
-        on_minibatch = partial(progress.advance, bar)
-        found = compare_sizes(study, policies, groups, on_minibatch)
+    num_minibatches = np.size(study.scenario.lengths) // (given.world_size * given.minibatch_size)
+    with progress("planning", num_minibatches * len(policies) * len(groups)) as update:
+        found = compare_sizes(study, policies, groups, partial(update, advance=1))
     report_groups(found, as_json=given.as_json, plot=given.plot)
 
 
@@ -166,8 +161,7 @@ def modalities(
     found = parse_modalities(modality, given.settings.mfu * training.device.flops_per_s)
     items = read_dataset(given.lengths, found, fields=given.fields, count_tokens=given.token_counter())
     check_enough(items.tokens.size, given.lengths, given.minibatch_size, given.world_size)
-    with progress_bar() as progress:
-        bar = progress.add_task("planning", total=None)
+    with progress("planning") as update:
         phases = compare_phases(
             items,
             found,
@@ -179,7 +173,7 @@ def modalities(
             ranks_per_node=ranks_per_node,
             num_minibatches=given.settings.minibatches,
             seed=given.settings.seed,
-            on_plan=lambda done, total: progress.update(bar, completed=done, total=total),
+            on_plan=lambda done, total: update(completed=done, total=total),
         )
     report_phases(phases, as_json=given.as_json, plot=given.plot)
 
@@ -253,9 +247,8 @@ def _compare(
     study = _study(given, max_tokens, hosts=1 if network is None else network.num_hosts)
     if network is not None:
         study = replace(study, machines=over_hosts.usual(study.machines, network, study.training))
-    with progress_bar() as progress:
-        total = len(study.scenario.sampler("none")) * (len(policies) + len(grouped))
-        on_minibatch = partial(progress.advance, progress.add_task("planning", total=total))
+    with progress("planning", len(study.scenario.sampler("none")) * (len(policies) + len(grouped))) as update:
+        on_minibatch = partial(update, advance=1)
         return reordered(compare(study, policies, on_minibatch), grouped, on_minibatch)
 
 
@@ -267,19 +260,19 @@ def _report(
     notes: Sequence[str] = (),
 ) -> None:
     """Draw and print what was found; ``further`` entries of JSON, and ``notes`` for people."""
-    recommendation, comparison = recommend(found), found["shuffled"]
+    comparison = found["shuffled"]
     inside = _machines(given.settings, comparison.training)
     ways = [] if network is None else over_hosts.compare_ways(network, comparison, inside)
     if given.plot is not None:
         from odc.cli.plots import plot_plan  # matplotlib takes a while to import
 
-        with progress_bar() as progress:
-            progress.add_task("drawing", total=None)
+        with progress("drawing"):
             plot_plan(given.plot, comparison, minibatch_only=given.settings.panel == "minibatch")
-    if given.as_json:
-        about_ways = {"ways": over_hosts.to_json(ways)} if ways else {}
-        typer.echo(json.dumps({**to_json(found, recommendation), **about_ways, **further}))
-        return
-    show_comparison(found, recommendation, given.plot, notes)
-    if network is not None:
-        output().print("", over_hosts.table(ways, network), f"[bold]{over_hosts.advice(ways)}[/bold]", sep="\n")
+    report(
+        found,
+        {**({"ways": over_hosts.to_json(ways)} if ways else {}), **further},
+        as_json=given.as_json,
+        plot=given.plot,
+        notes=notes,
+        behind=[] if network is None else over_hosts.describe_ways(ways, network),
+    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -16,7 +15,7 @@ from odc.balance.simulate.studies import FACTORS, Point, Setting, study
 from odc.cli.given import Given, takes
 from odc.cli.keys import chosen
 from odc.cli.lengths import Lengths, check_enough, describe, some_of
-from odc.cli.output import new_table, progress_bar, show_report
+from odc.cli.output import new_table, progress, show_report
 from odc.cli.settings import OF_COSTS
 
 PAPER_FACTORS = ("minibatch_size", "max_length", "packing_ratio", "devices")
@@ -71,17 +70,24 @@ def simulate(
         microbatch_cost=training.microbatch_s,
         seed=given.settings.seed,
     )
-    found = _run(scenario, factors, numbers, golden)
+    found = {}
+    for name in factors:
+        with progress(name, len(numbers or FACTORS[name])) as update:
+            found[name] = study(scenario, name, numbers, golden=golden, on_point=partial(update, advance=1))
     if given.plot is not None:
         from odc.cli.plots import plot_studies  # matplotlib takes a while to import
 
         plot_studies(given.plot, found)
-    if given.as_json:
-        sizes = {"lengths": dataset.about, "samples_read": dataset.tokens.size, "samples_used": used.size}
-        typer.echo(json.dumps({**sizes, **_to_json(found, training.about)}))
-        return
-    tables = [_table(name, points) for name, points in found.items()]
-    show_report([_header(dataset, used)], dataset.about, tables, f"{training.about}.", plot=given.plot)
+    sizes = {"lengths": dataset.about, "samples_read": dataset.tokens.size, "samples_used": used.size}
+    show_report(
+        {**sizes, **_to_json(found, training.about)},
+        [_header(dataset, used)],
+        dataset.about,
+        [_table(name, points) for name, points in found.items()],
+        f"{training.about}.",
+        as_json=given.as_json,
+        plot=given.plot,
+    )
 
 
 def _header(read: Lengths, used: IntArray) -> str:
@@ -114,18 +120,6 @@ def _check_all_enough(
             setting = golden.at(name, value)
             wanted_by = f" at {name}={value:g}" if name in ("minibatch_size", "devices") else ""
             check_enough(num_samples, source, setting.minibatch_size, setting.devices, wanted_by)
-
-
-def _run(
-    scenario: Scenario, factors: Sequence[str], values: Sequence[float] | None, golden: Setting
-) -> dict[str, list[Point]]:
-    found = {}
-    with progress_bar() as progress:
-        for name in factors:
-            bar = progress.add_task(name, total=len(values or FACTORS[name]))
-            on_point = functools.partial(progress.advance, bar)
-            found[name] = study(scenario, name, values, golden=golden, on_point=on_point)
-    return found
 
 
 def _table(factor: str, points: Sequence[Point]) -> Table:
