@@ -14,7 +14,6 @@ from odc.cli.bench import bench
 from odc.cli.deprecated import modern
 from odc.cli.doctor.command import doctor
 from odc.cli.exec import exec_
-from odc.cli.output import errors_in_one_line
 from odc.cli.plan import context_parallel, hosts, modalities, plan, rollouts
 from odc.cli.run import run
 from odc.cli.settings import describe
@@ -27,8 +26,7 @@ class _Commands(TyperGroup):
     """A command may have two words, as ``odc plan hosts``; old options are understood for one more release."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        with errors_in_one_line():
-            name, arguments, warning = modern(args[0], args[1:], self.commands)
+        name, arguments, warning = modern(args[0], args[1:], self.commands)
         if warning:
             typer.echo(warning, err=True)
         return super().resolve_command(ctx, [name, *arguments])

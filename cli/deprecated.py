@@ -17,49 +17,40 @@ RENAMED = {
         "--reorder": "--set reorder=yes",
         "--no-reorder": "--set reorder=no",
         "--truncate": "--set truncate=yes",
-        "--context-parallel": "context-parallel --sizes {}",
-        "--hosts": "hosts --hosts {}",
-        "--rollouts": "rollouts",
-        "--modality": "modalities --modality {}",
-        "--modalities": "modalities --modality {}",
     },
 }
-"""By command: an old option, and what to write now, with {} for its value. A first word without hyphens is a mode, the
-second word of a command."""
+"""By command: an old option, and what to write now, with {} for its value."""
+
+NOW_COMMANDS = {
+    "plan modalities": {"--modality": "--modality {}", "--modalities": "--modality {}"},
+    "plan context-parallel": {"--context-parallel": "--sizes {}"},
+    "plan rollouts": {"--rollouts": ""},
+    "plan hosts": {"--hosts": "--hosts {}"},
+}
+"""Options of ``odc plan`` for which there is a command now, and what to write behind that. The first one that is found
+decides: a plan of rollouts has ``--hosts``, too."""
 
 
 def modern(command: str, words: Sequence[str], commands: Container[str]) -> tuple[str, list[str], str]:
-    """Which of the commands is called, its arguments as they are written now, and a warning if they were not so.
-
-    Raises:
-        ValueError: two old options are those of different modes.
-    """
-    modes = {word for word in words[:1] if f"{command} {word}" in commands}
+    """Which of the commands is called, its arguments as they are written now, and a warning if they were not so."""
     renamed = RENAMED.get(command, {})
-    if modes:  # options of modes have kept their names
-        renamed = {old: new for old, new in renamed.items() if new.startswith("--")}
-    arguments, found = [], []
-    rest = iter(words[len(modes) :])
+    name = f"{command} {words[0]}" if words else command
+    if name in commands:
+        words = words[1:]
+    else:
+        given = {word.partition("=")[0] for word in words}
+        name = next((new for new, old in NOW_COMMANDS.items() if command == "plan" and given & old.keys()), command)
+        renamed = {**renamed, **NOW_COMMANDS.get(name, {})}
+    arguments, found = [], {}
+    rest = iter(words)
     for word in rest:
         old, equals, value = word.partition("=")
         if old not in renamed:
             arguments.append(word)
             continue
-        found.append(old)
-        new = renamed[old]
-        if new.endswith("{}") and not equals:
+        found[old] = True
+        if "{}" in renamed[old] and not equals:
             value = next(rest, "")
-        written = [part.format(value) for part in new.split()]
-        if not new.startswith("--"):
-            modes.add(written.pop(0))
-        arguments += written
-    if modes == {"rollouts", "hosts"}:  # plans of rollouts have hosts, too
-        modes = {"rollouts"}
-    if len(modes) > 1:
-        raise ValueError(f"{' and '.join(sorted(modes))} are different plans: expected the options of one of them")
-    name = " ".join([command, *modes])
-    if not found:
-        return name, arguments, ""
-    old_ones = ", ".join(dict.fromkeys(found))
-    line = f"odc {name} {shlex.join(arguments)}"
-    return name, arguments, f"DeprecationWarning: {old_ones} will go with the next minor release. Write: {line}"
+        arguments += [part.format(value) for part in renamed[old].split()]
+    line = f"{', '.join(found)} will go with the next minor release. Write: odc {name} {shlex.join(arguments)}"
+    return name, arguments, f"DeprecationWarning: {line}" if found else ""
