@@ -5,7 +5,7 @@ A command is written as a function of :class:`Given` and of options of its own. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from odc.cli.keys import read_keys
 from odc.cli.lengths import Lengths, read_lengths
 from odc.cli.output import check_plot, errors_in_one_line
 from odc.cli.parameters import Command, parameters_of, with_parameters
-from odc.cli.records import TokenCounter
+from odc.cli.records import RecordReader, TokenCounter
 from odc.cli.settings import Settings
 
 
@@ -34,19 +34,13 @@ class Given:
     plot: options.Plot = None
     settings: Settings
 
-    @property
-    def fields(self) -> Sequence[str]:
-        """Columns of the samples, that are counted."""
-        return self.field or ()
-
-    def token_counter(self) -> TokenCounter:
-        """For text."""
-        return TokenCounter(self.tokenizer, self.settings.chars_per_token)
+    def reader(self) -> RecordReader:
+        """What counts the tokens of samples."""
+        return RecordReader(self.field or (), TokenCounter(self.tokenizer, self.settings.chars_per_token))
 
     def read_lengths(self, num_samples: int) -> Lengths:
         """The lengths of all samples; of a law, of so many."""
-        counter = self.token_counter()
-        return read_lengths(self.lengths, num_samples=num_samples, fields=self.fields, count_tokens=counter)
+        return read_lengths(self.lengths, self.reader(), num_samples=num_samples)
 
     def training(self, *, hosts: int = 1, with_transfers: bool = False) -> Training:
         """What is trained, on what, and what that costs."""

@@ -10,7 +10,7 @@ import stat
 import sys
 import tokenize
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 from odc.balance import even_lengths, law_names
 from odc.balance.checks import IntArray, as_lengths
 from odc.balance.random_numbers import random_generator
-from odc.cli.records import RecordReader, TokenCounter, how_to_plan
+from odc.cli.records import RecordReader, how_to_plan
 from odc.errors import shorten, shown
 
 # Sums of lengths stay exact far above this.
@@ -51,16 +51,15 @@ class Lengths:
     """Where they come from, and how tokens were counted, for people."""
 
 
-def read_lengths(source: str, *, num_samples: int, fields: Sequence[str], count_tokens: TokenCounter) -> Lengths:
+def read_lengths(source: str, reader: RecordReader, *, num_samples: int) -> Lengths:
     """Lengths (tokens) from ``source``.
 
     Args:
         source: ``.npy`` (integers); what :func:`read_records` reads, an object per sample with a length, a list of
             tokens, text or a chat; any other file: one integer per line, blank lines and lines starting with #
             ignored; ``-`` is standard input in that form; or the name of a length law.
+        reader: of objects.
         num_samples: how many samples of a law.
-        fields: of objects, added up; by default the first known ones that the first object has.
-        count_tokens: counts the tokens of texts.
 
     Raises:
         ValueError: there is no such file or law, it is no file that ends, something in it is not a length, or what
@@ -76,7 +75,6 @@ def read_lengths(source: str, *, num_samples: int, fields: Sequence[str], count_
         raise ValueError(f"{shown(source)} is neither a file nor a length law: laws are {', '.join(law_names())}")
     named, form = shorten(source), _format_of(path)
     if holds_records(path):
-        reader = RecordReader(fields, count_tokens)
         found = _checked(_as_array(_from_records(path, reader), named), named)
         items = reader.item_fields
         note = f"; {how_to_plan(items)}, here they count for nothing" if items else ""

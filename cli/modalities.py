@@ -20,7 +20,7 @@ from odc.balance.multimodal import ItemLengths, Items, Phase, SampleLengths
 from odc.cli.costs import read_timings
 from odc.cli.keys import COUNT, FLAG, NOT_NEGATIVE, one_of, read_keys
 from odc.cli.lengths import RECORDS, holds_records, in_range, read_records
-from odc.cli.records import RecordReader, TokenCounter, item_fields
+from odc.cli.records import RecordReader, item_fields
 from odc.errors import shorten, shown
 
 LANGUAGE = "language"
@@ -249,16 +249,10 @@ class _Column:
         return Items(sample, as_lengths(encoder), as_lengths(output, minimum=0), np.zeros_like(encoder))
 
 
-def read_dataset(
-    source: str,
-    modalities: Sequence[Modality],
-    *,
-    fields: Sequence[str],
-    count_tokens: TokenCounter,
-) -> Dataset:
+def read_dataset(source: str, modalities: Sequence[Modality], reader: RecordReader) -> Dataset:
     """The lengths of samples of several modalities.
 
-    Each object has its length, that of the whole interleaved sequence (``fields``; as for samples of text alone), and
+    Each object has its length, that of the whole interleaved sequence (``reader`` counts it as of text alone), and
     its items in a field for each modality, which may be missing. Where the length is counted from text, the rows that
     encoders make are added to it.
 
@@ -271,7 +265,6 @@ def read_dataset(
         raise ValueError(f"{shown(source)} is no file: {_NEEDS}")
     if not holds_records(path):
         raise ValueError(f"{named} holds no items of modalities: {_NEEDS}")
-    reader = RecordReader(fields, count_tokens)
     columns = [_Column(modality) for modality in modalities]
     tokens = array("q")
     for record, where in read_records(path):

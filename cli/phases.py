@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance import MinibatchSampler, Rearrangement, TransformerShape
+from odc.balance import MinibatchSampler, Rearrangement
 from odc.balance.checks import FloatArray, IntArray
 from odc.balance.costs import evaluate
 from odc.balance.multimodal import MinibatchLengths, MinibatchSchedule, Orchestrator, Phase, RankLengths, step_times
@@ -157,7 +157,6 @@ def compare_phases(
     dataset: Dataset,
     modalities: Sequence[Modality],
     training: Training,
-    model: str,
     *,
     num_ranks: int,
     minibatch_size: int,
@@ -212,8 +211,7 @@ def compare_phases(
         [Outcome(balanced, comm, policy or "none", num_samples) for comm in comms]
         for balanced, policy, comms in CHOICES
     ]
-    width = TransformerShape.from_config(model).hidden_size
-    meter = _Meter(modalities, training.microbatch_s, width, ranks_per_node)
+    meter = _Meter(modalities, training, ranks_per_node)
     order: list[int] = []
     done = 0
     for minibatch in sampler:
@@ -261,12 +259,10 @@ def _loaded(dataset: Dataset, ranks: list[list[int]], language: Phase, modalitie
 class _Meter:
     """Writes down what a schedule takes and moves."""
 
-    def __init__(
-        self, modalities: Sequence[Modality], language_s: float, width: int, ranks_per_node: int | None
-    ) -> None:
-        self._fixed = {modality.name: modality.microbatch_s for modality in modalities} | {LANGUAGE: language_s}
+    def __init__(self, modalities: Sequence[Modality], training: Training, ranks_per_node: int | None) -> None:
+        self._fixed = {LANGUAGE: training.microbatch_s, **{each.name: each.microbatch_s for each in modalities}}
         self._token_bytes = {modality.name: modality.token_bytes for modality in modalities}
-        self._width, self._ranks_per_node = width, ranks_per_node
+        self._width, self._ranks_per_node = training.shape.hidden_size, ranks_per_node
 
     def add(self, outcome: Outcome, schedule: MinibatchSchedule) -> None:
         schedule = self._with_fixed_costs(schedule)

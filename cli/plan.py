@@ -159,14 +159,13 @@ def modalities(
     """
     training = given.training()
     found = parse_modalities(modality, given.settings.mfu * training.device.flops_per_s)
-    items = read_dataset(given.lengths, found, fields=given.fields, count_tokens=given.token_counter())
+    items = read_dataset(given.lengths, found, given.reader())
     check_enough(items.tokens.size, given.lengths, given.minibatch_size, given.world_size)
     with progress("planning") as update:
         phases = compare_phases(
             items,
             found,
             training,
-            given.model,
             num_ranks=given.world_size,
             minibatch_size=given.minibatch_size,
             max_tokens=max_tokens,

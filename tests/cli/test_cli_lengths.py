@@ -26,13 +26,13 @@ from hypothesis import strategies as st
 from odc.cli import lengths as cli_lengths
 from odc.cli.costs import make_training, read_timings
 from odc.cli.lengths import Lengths, read_lengths
-from odc.cli.records import TokenCounter
+from odc.cli.records import RecordReader, TokenCounter
 
 COUNT = TokenCounter(None, 4.0)
 
 
 def read_all(source: Path | str, *fields: str) -> Lengths:
-    return read_lengths(str(source), num_samples=50, fields=fields, count_tokens=COUNT)
+    return read_lengths(str(source), RecordReader(fields, COUNT), num_samples=50)
 
 
 def read(source: Path | str, *fields: str | None) -> list[int]:

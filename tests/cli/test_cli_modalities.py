@@ -18,7 +18,7 @@ from odc.cli.costs import make_training
 from odc.cli.lengths import some_of
 from odc.cli.modalities import encoder_flops, parse_modalities, read_dataset
 from odc.cli.phases import compare_phases
-from odc.cli.records import TokenCounter
+from odc.cli.records import RecordReader, TokenCounter
 
 VISION = "vision:layers=24,hidden=1024,ffn=4096"
 AUDIO = "audio:layers=32,hidden=1280,ffn=5120,layout=padded"
@@ -142,7 +142,7 @@ def test_one_integer_per_item_and_a_rate(tmp_path: Path) -> None:
         assert first == second
     exact = parse_modalities(["a:linear=1,rate=0.1"], 1.0)
     read = read_dataset(
-        write(tmp_path / "c.jsonl", [{"length": 99, "a": [3]}]), exact, fields=(), count_tokens=TokenCounter(None, 4.0)
+        write(tmp_path / "c.jsonl", [{"length": 99, "a": [3]}]), exact, RecordReader((), TokenCounter(None, 4.0))
     )
     assert read.items["a"].output.tolist() == [30]
 
@@ -150,7 +150,7 @@ def test_one_integer_per_item_and_a_rate(tmp_path: Path) -> None:
 def test_rows_are_added_to_text(tmp_path: Path) -> None:
     records: list[Record] = [{"text": "x" * 400, "vision": [[64, 16], [64, 4]]}, {"text": "x" * 40, "vision": None}]
     path, modalities = write(tmp_path / "a.jsonl", records), parse_modalities([VISION], 1.0)
-    read = read_dataset(path, modalities, fields=(), count_tokens=TokenCounter(None, 4.0))
+    read = read_dataset(path, modalities, RecordReader((), TokenCounter(None, 4.0)))
     assert read.tokens.tolist() == [120, 10]
     assert read.about.endswith("4 characters per token, an estimate (--tokenizer counts), and rows of encoders")
 
@@ -190,10 +190,10 @@ def test_microbatches_cost_what_timings_say(tmp_path: Path) -> None:
 
 def test_minibatches_are_those_of_text(mix: str) -> None:
     modalities = parse_modalities([VISION, AUDIO], FLOPS_PER_S)
-    dataset = read_dataset(mix, modalities, fields=(), count_tokens=TokenCounter(None, 4.0))
+    dataset = read_dataset(mix, modalities, RecordReader((), TokenCounter(None, 4.0)))
     training = make_training("qwen2.5-1.5b", "h100", 0.4, 4, recompute=True, timings=None)
     size = {"num_ranks": 4, "minibatch_size": 3, "num_minibatches": 5, "seed": 7}
-    found = compare_phases(dataset, modalities, training, "qwen2.5-1.5b", **size)
+    found = compare_phases(dataset, modalities, training, **size)
     tokens = some_of(dataset.tokens, 60, 7)
     sampler = Scenario(tokens, training.cost, 4, 3, max_tokens=int(tokens.max()), seed=7).sampler("none")
     drawn = [sorted(tokens[minibatch.samples].tolist()) for minibatch in sampler]

@@ -13,7 +13,7 @@ from odc.cli.costs import make_training
 from odc.cli.modalities import parse_modalities, read_dataset
 from odc.cli.phase_report import _about_small_encoders, _what_is_awaited, recommend_phases
 from odc.cli.phases import Balanced, Pieces, compare_phases
-from odc.cli.records import TokenCounter
+from odc.cli.records import RecordReader, TokenCounter
 
 
 def advice(path: str, *arguments: str) -> str:
@@ -37,9 +37,9 @@ def test_advice_about_one_large_sample(tmp_path: Path) -> None:
     clips: list[Record] = [{"length": 300, "audio": [[100, 10]] * 4}, *[{"length": 300}] * 3]
     modalities = parse_modalities(["audio:linear=3.5e10,frozen"], FLOPS_PER_S)
     path = write(tmp_path / "a.jsonl", clips * 60)
-    dataset = read_dataset(path, modalities, fields=(), count_tokens=TokenCounter(None, 4.0))
+    dataset = read_dataset(path, modalities, RecordReader((), TokenCounter(None, 4.0)))
     training = make_training("qwen2.5-1.5b", "h100", 0.4, 4, recompute=True, timings=None)
-    found = compare_phases(dataset, modalities, training, "qwen2.5-1.5b", num_ranks=4, minibatch_size=1)
+    found = compare_phases(dataset, modalities, training, num_ranks=4, minibatch_size=1)
     language = float(training.cost([300])[0])
     clip = 400 * 3.5e10 / FLOPS_PER_S / 3  # of a frozen encoder the forward counts
     whole, joint = Pieces(found, "whole", 0), Pieces(found, "joint", 0)
@@ -64,11 +64,9 @@ def test_advice_where_the_sum_of_all_phases_stays_uneven(tmp_path: Path) -> None
     """Three samples of one length on two ranks; the clip of one costs next to nothing."""
     modalities = parse_modalities(["audio:linear=1"], FLOPS_PER_S)
     records: list[Record] = [{"length": 300, "audio": [[10, 1]]}, {"length": 300}, {"length": 300}, {"length": 2}]
-    dataset = read_dataset(
-        write(tmp_path / "a.jsonl", records), modalities, fields=(), count_tokens=TokenCounter(None, 4.0)
-    )
+    dataset = read_dataset(write(tmp_path / "a.jsonl", records), modalities, RecordReader((), TokenCounter(None, 4.0)))
     training = make_training("qwen2.5-1.5b", "h100", 0.4, 2, recompute=True, timings=None)
-    found = compare_phases(dataset, modalities, training, "qwen2.5-1.5b", num_ranks=2, minibatch_size=2)
+    found = compare_phases(dataset, modalities, training, num_ranks=2, minibatch_size=2)
     for balanced, pieces in (("whole", "whole samples, whose items stay with them,"), ("joint", "items and samples")):
         outcome = found.of(balanced, "odc")
         assert outcome.bubble_rate == pytest.approx(1 / 4, abs=0.01)
@@ -93,9 +91,9 @@ def test_advice_about_a_small_encoder(mix: str) -> None:
 def test_advice_prefers_what_moves_fewer_bytes(mix: str) -> None:
     """With tiny encoders three choices are as good as each other."""
     modalities = parse_modalities(["vision:layers=1,hidden=64,ffn=256", "audio:layers=1,hidden=64,ffn=64"], FLOPS_PER_S)
-    dataset = read_dataset(mix, modalities, fields=(), count_tokens=TokenCounter(None, 4.0))
+    dataset = read_dataset(mix, modalities, RecordReader((), TokenCounter(None, 4.0)))
     training = make_training("qwen2.5-1.5b", "h100", 0.4, 4, recompute=True, timings=None)
-    found = compare_phases(dataset, modalities, training, "qwen2.5-1.5b", num_ranks=4, minibatch_size=4)
+    found = compare_phases(dataset, modalities, training, num_ranks=4, minibatch_size=4)
     choices: tuple[Balanced, ...] = ("language", "whole", "all")
     fewest = min(sum(found.of(choice, "odc").moved.values()) for choice in choices)
     for choice, said in zip(choices, ("the language model only", "whole samples", "all phases"), strict=True):
