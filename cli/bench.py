@@ -13,8 +13,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from odc.cli.options import parameters_of, with_parameters
 from odc.cli.output import check_plot, errors_in_one_line, output
-from odc.cli.parameters import parameters_of, with_parameters
 
 _WIDTH = 130  # columns of a table where there is no terminal
 _HELP = {"help_option_names": ["-h", "--help"]}

@@ -13,8 +13,8 @@ from odc.cli import options
 from odc.cli.costs import Training, make_training
 from odc.cli.keys import read_keys
 from odc.cli.lengths import Lengths, read_lengths
+from odc.cli.options import Command, parameters_of, with_parameters
 from odc.cli.output import check_plot, errors_in_one_line
-from odc.cli.parameters import Command, parameters_of, with_parameters
 from odc.cli.records import RecordReader, TokenCounter
 from odc.cli.settings import Settings
 
