@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -128,7 +129,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     Args:
         dataset: gives sample i as ``dataset[i]``; only samples of this rank are read.
-        sampler: plans the minibatches: lengths, cost model, policy, token budget, order. One for each loader.
+        sampler: plans the minibatches: lengths, cost model, policy, token budget, order. Its epoch is that of the
+            loader, so give each loader its own sampler.
         collate: makes a batch from a list of samples, e.g. :func:`~odc.balance.pack_collate`. For an empty microbatch
             it gets an empty list and must return a batch whose summed loss is 0. (Policies other than "lb-mini" need
             empty microbatches if they cannot divide samples evenly.)
@@ -210,6 +212,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             sampler.max_tokens if sampler.has_limit else None,
         )
         self._reader = Reader[list[int], BatchT](self._dataset, read)
+        self._planner = sampler
+        """Plans the last iteration."""
         self._epoch = sampler.epoch
         self._num_yielded = 0
         self._start = 0
@@ -264,7 +268,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
     def speeds(self) -> list[float]:
         """The ranks' speeds in the last planned minibatch; 1 is the usual speed. With ``late_binding`` they are
         measured during training."""
-        return [1.0] * self.sampler.world_size if self.sampler.speeds is None else self.sampler.speeds.tolist()
+        return [1.0] * self.sampler.world_size if self._planner.speeds is None else self._planner.speeds.tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of this epoch (from 0). Call this, or the sampler's, before each epoch, on every rank.
@@ -306,11 +310,14 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             self._queues.close()
 
     def _planned(self, start: int) -> Iterator[PlannedMinibatch]:
-        plans = self.sampler.starting_at(start)
+        # A copy: meanwhile others that use the sampler may set its epoch, or count with other speeds.
+        planner = self._planner = copy.copy(self.sampler)
+        planner.set_epoch(self._epoch)
+        plans = planner.starting_at(start)
         for number in range(start, len(self)):
             if self._queues is not None:
                 estimates = self._queues.estimates.plan_with(self._epoch, number)
-                self.sampler.count_with(estimates.speeds, estimates.microbatch_cost)
+                planner.count_with(estimates.speeds, estimates.microbatch_cost)
             planned = next(plans)
             found = replace(planned, plan=filled_up(planned.plan)) if self.comm == "collective" else planned
             if self._queues is not None:

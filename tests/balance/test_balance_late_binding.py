@@ -445,6 +445,16 @@ def test_what_workers_have_read_ahead_is_used_or_dropped(
         loader.close()
 
 
+def test_learned_estimates_are_the_loaders_not_its_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another loader of this sampler would plan with them from a moment on that differs between ranks."""
+    loader, _ = make_loaders(monkeypatch)
+    learned = Estimates(np.array([1.0, 4.0]), 7.0)
+    monkeypatch.setattr(queues_of(loader).estimates, "plan_with", lambda epoch, minibatch: learned)
+    assert [minibatch.plan.microbatch_cost for minibatch in loader if minibatch.plan] == [7.0, 7.0]
+    assert loader.speeds == [1.0, 4.0]
+    assert (loader.sampler.speeds, loader.sampler.microbatch_cost) == (None, 0.0)
+
+
 def test_microbatches_are_bound_once_and_while_their_minibatch_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     loader, other = make_loaders(monkeypatch)
     minibatches = iter(loader)

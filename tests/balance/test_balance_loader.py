@@ -327,6 +327,20 @@ def test_resume_in_the_middle_of_an_epoch(num_done: int) -> None:
     assert len(first_tokens(resumed)) == 5  # another epoch starts at its beginning
 
 
+def test_the_samplers_epoch_is_that_of_the_next_iteration() -> None:
+    dataset = make_dataset(60)
+    loader = make_loader(dataset)
+    first = first_tokens(loader)
+    iterator = iter(loader)
+    loader.sampler.set_epoch(1)
+    assert [[batch["input_ids"][0].tolist() for batch in m.microbatches] for m in iterator] == first
+    assert loader.state_dict()["epoch"] == 0
+    expected = make_loader(dataset)
+    expected.set_epoch(1)
+    assert first_tokens(loader) == first_tokens(expected) != first
+    assert loader.state_dict()["epoch"] == 1
+
+
 @pytest.mark.parametrize(
     ("count", "seed", "changed", "message"),
     [
