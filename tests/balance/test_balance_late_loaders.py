@@ -67,7 +67,7 @@ class Job:
         self.size = self.rng.randint(1, 4)
         self.num_epochs = self.rng.randint(1, 3)
         self.sets_epoch, self.new_loaders, self.all_leave, self.all_evaluate = (
-            self.rng.random() < queue for queue in (0.7, 0.3, 0.3, 0.3)
+            self.rng.random() < chance for chance in (0.7, 0.3, 0.3, 0.3)
         )
         self.slow = [self.rng.choice([1.0, 1.0, 4.0]) for _ in range(self.world_size)]
         self.disturbance = [self.rng.choice(DISTURBANCES) for _ in range(self.world_size)]
