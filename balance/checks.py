@@ -130,6 +130,13 @@ def check_counts(owner: object, *names: str, minimum: int = 1) -> None:
         as_count(getattr(owner, name), name, minimum)
 
 
+def keep(owner: object, **values: object) -> None:
+    """Set attributes of a frozen dataclass to what its checks have made of them: numbers of numpy would wrap around in
+    small types, and no state with them could be written as JSON."""
+    for name, value in values.items():
+        object.__setattr__(owner, name, value)
+
+
 def as_integer(value: Any, minimum: int) -> int | None:
     """``value`` as an int; None: it is no integer (a bool is not one), or less than ``minimum``."""
     try:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 from torch.utils import data as torch_data
 
-from odc.balance.checks import IntArray, as_count, as_integer, as_one_of, fingerprint
+from odc.balance.checks import IntArray, as_count, as_integer, as_one_of, fingerprint, keep
 from odc.balance.data.sampler import shuffled
 from odc.balance.data.samples import IterableYields
 from odc.errors import shown
@@ -49,7 +49,8 @@ class Order:
     of that worker (``torch.utils.data.get_worker_info()``)."""
 
     def __post_init__(self) -> None:
-        as_count(self.seed, "seed", minimum=0, maximum=None)
+        seed = as_count(self.seed, "seed", minimum=0, maximum=None)
+        keep(self, seed=seed, shuffle=bool(self.shuffle), infinite=bool(self.infinite))
         as_one_of(self.iterable_yields, "iterable_yields", get_args(IterableYields))
         if self.sampler is not None and not (hasattr(self.sampler, "__iter__") and hasattr(self.sampler, "__len__")):
             raise TypeError(f"sampler={shown(self.sampler)}: expected an iterable of indices that has a length")

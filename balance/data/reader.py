@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils import data as torch_data
 
-from odc.balance.checks import as_cost, as_count, as_optional_count
+from odc.balance.checks import as_cost, as_count, as_optional_count, keep
 from odc.errors import shown
 
 _PR_SET_PDEATHSIG = 1
@@ -64,8 +64,11 @@ class ReadOptions:
     ``torch.utils.data.get_worker_info().dataset.dataset`` there."""
 
     def __post_init__(self) -> None:
-        as_count(self.num_workers, "num_workers", minimum=0)
-        as_optional_count(self.prefetch_factor, "prefetch_factor")  # torch takes 0, and then yields nothing
+        keep(
+            self,
+            num_workers=as_count(self.num_workers, "num_workers", minimum=0),
+            prefetch_factor=as_optional_count(self.prefetch_factor, "prefetch_factor"),  # torch takes 0: yields nothing
+        )
         as_cost(self.worker_timeout_s, "worker_timeout_s")
         about_workers = {
             "prefetch_factor": self.prefetch_factor,

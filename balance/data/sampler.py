@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance.checks import FloatArray, IntArray, as_count, as_lengths, as_speeds, fingerprint
+from odc.balance.checks import FloatArray, IntArray, as_count, as_lengths, as_optional_count, as_speeds, fingerprint
 from odc.balance.costs import CostModel
 from odc.balance.plan import PlannedMinibatch
 from odc.balance.policies import Policy, get_policy
@@ -178,11 +178,12 @@ class MinibatchSampler:
 
     def _batch_size(self, given: int | None) -> int:
         """Samples per rank that are planned together."""
-        if given is not None and as_count(given, "batch_size") % self.minibatch_size:
-            raise ValueError(f"batch_size={given}: expected a multiple of minibatch_size={self.minibatch_size}")
+        size = as_optional_count(given, "batch_size")
+        if size is not None and size % self.minibatch_size:
+            raise ValueError(f"batch_size={size}: expected a multiple of minibatch_size={self.minibatch_size}")
         if not self.policy.two_level:
             return self.minibatch_size
-        return given or max(1, len(self)) * self.minibatch_size
+        return size or max(1, len(self)) * self.minibatch_size
 
     def _order(self) -> IntArray:
         size = self.lengths.size

@@ -473,16 +473,16 @@ class StreamLoader(Generic[SampleT, BatchT]):
             "num_samples": -1 if self._num_samples is None else self._num_samples,
             "rank": self.rank,
             "world_size": self.world_size,
-            "seed": int(order.seed),
+            "seed": order.seed,
             "shuffle": int(order.shuffle),
             "infinite": int(order.infinite),
             "grouping": grouping.name,
-            "max_tokens": int(grouping.max_tokens),
-            "batch_size": int(grouping.batch_size or 0),
-            "pool_size": int(grouping.pool_size),
+            "max_tokens": grouping.max_tokens,
+            "batch_size": grouping.batch_size or 0,
+            "pool_size": grouping.pool_size,
             "align": align.name,
             "join": int(align.join),
-            "gradient_accumulation_steps": int(align.gradient_accumulation_steps),
+            "gradient_accumulation_steps": align.gradient_accumulation_steps,
             "loss_scaling": self.loss_scaling,
         }
         if grouping.shuffle != order.shuffle:
@@ -492,7 +492,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
             if order.iterable_yields == "worker":
                 found["num_workers"] = self._reader.num_workers
         if align.minibatch_size is not None:
-            found["minibatch_size"] = int(align.minibatch_size)
+            found["minibatch_size"] = align.minibatch_size
         if (costs := align.costs_of_some(grouping.max_tokens)).size:
             found["costs_fingerprint"] = fingerprint(costs.tobytes())
         return found

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from odc.balance.checks import FloatArray, as_cost, as_count, as_one_of
+from odc.balance.checks import FloatArray, as_cost, as_count, as_one_of, keep
 from odc.balance.costs.models import CostModel, LinearCost, check_cost, evaluate
 from odc.balance.grouping.methods import Grouping
 from odc.balance.grouping.rounds import AlignedRounds, EqualStepRounds, FreeRounds, QuotaRounds, Rounds
@@ -35,7 +35,8 @@ class Alignment(ABC):
 
     def __post_init__(self) -> None:
         check_cost(self.cost)
-        as_count(self.gradient_accumulation_steps, "gradient_accumulation_steps")
+        num_steps = as_count(self.gradient_accumulation_steps, "gradient_accumulation_steps")
+        keep(self, gradient_accumulation_steps=num_steps, join=bool(self.join))
         if not 0 < as_cost(self.timeout_s, "timeout_s") <= _LONGEST_S:
             raise ValueError(f"timeout_s={shown(self.timeout_s)}: expected more than 0, at most {_LONGEST_S:g}")
 
@@ -165,7 +166,7 @@ class EqualMinibatches(Alignment):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        as_count(self.minibatch_size, "minibatch_size")
+        keep(self, minibatch_size=as_count(self.minibatch_size, "minibatch_size"))
         as_one_of(self.comm, "comm", ("auto", "odc"))
         if as_cost(self.microbatch_cost, "microbatch_cost") and not self.late_binding:
             raise ValueError(

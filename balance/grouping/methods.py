@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of
+from odc.balance.checks import FloatArray, IntArray, as_count, as_one_of, keep
 from odc.balance.grouping.best_fit import best_fit, best_fit_batches
 from odc.balance.grouping.pool_sort import pool_sort
 from odc.balance.grouping.token_budget import Group, token_budget_groups
@@ -57,12 +57,16 @@ class Grouping:
 
     def __post_init__(self) -> None:
         as_one_of(self.name, "grouping", get_args(GroupingName))
-        as_count(self.max_tokens, "max_tokens")
-        as_count(self.pool_size, "pool_size", maximum=2**20)
+        keep(
+            self,
+            max_tokens=as_count(self.max_tokens, "max_tokens"),
+            pool_size=as_count(self.pool_size, "pool_size", maximum=2**20),
+            shuffle=bool(self.shuffle),
+        )
         if self.name in _OF_FIXED_SIZE:
             if self.batch_size is None:
                 raise ValueError(f"grouping={self.name!r} needs batch_size, the number of samples in a microbatch")
-            as_count(self.batch_size, "batch_size")
+            keep(self, batch_size=as_count(self.batch_size, "batch_size"))
         elif self.batch_size is not None:
             raise ValueError(
                 f"batch_size={shown(self.batch_size)} with grouping={self.name!r}, which cuts by max_tokens: leave it "

@@ -6,9 +6,10 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import some_of
@@ -63,6 +64,22 @@ def test_a_state_is_small() -> None:
     num_pooled = len(state["position"]["places"])
     assert num_pooled > 100
     assert len(json.dumps(state)) <= 2048 + 24 * num_pooled
+
+
+@pytest.mark.parametrize("number", [np.uint8, np.int64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grouping": "pool-sort", "batch_size": 3, "gradient_accumulation_steps": 3},
+        {"align": "steps", "gradient_accumulation_steps": 3},
+        {"grouping": "pack", "align": "minibatch", "minibatch_size": 5},
+        {"dataset": Sequence(), "iterable_yields": "worker", "num_workers": 0},
+    ],
+)
+def test_sizes_may_be_numbers_of_numpy(options: dict[str, Any], number: Callable[[int], Any]) -> None:
+    given = {"max_tokens": 120, "pool_size": 40, "seed": 3, **options}
+    numbers = {name: number(value) if isinstance(value, int) else value for name, value in given.items()}
+    assert with_states(make_loader(**numbers)) == with_states(make_loader(**given))
 
 
 @pytest.mark.parametrize("options", [{"infinite": True}, {"join": False}, {"gradient_accumulation_steps": 3}])
