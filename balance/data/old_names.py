@@ -4,6 +4,7 @@ release, and with it the decorators of the loaders."""
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -43,20 +44,34 @@ def lengths_for_sampler(init: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(init)
     def either(*args: Any, **kwargs: Any) -> T:
-        names = ("self", "dataset", "sampler", "collate", "rank", "world_size")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        lengths = given.get("lengths", given.get("sampler"))
-        if lengths is None or isinstance(lengths, MinibatchSampler):
-            return init(*args, **kwargs)
-        given.pop("lengths", None)
-        options = _popped(given, _SAMPLER)
-        changes = ["MinibatchSampler(lengths, ...) for the options of a sampler", *_moved(given, "read", ReadOptions())]
-        warnings.warn(_TEXT.format("; ".join(changes)), DeprecationWarning, stacklevel=2)
-        world_size = Place.of(given.get("rank"), given.pop("world_size", None), given.get("mesh")).world_size
-        given["sampler"] = MinibatchSampler(lengths, world_size=world_size, **options)
-        return init(**given)  # type: ignore[call-arg]
+        # Each loader of lengths has a minibatch_size.
+        if "minibatch_size" in kwargs and not any(
+            isinstance(each, MinibatchSampler) for each in (*args, kwargs.get("sampler"))
+        ):
+            loader, *rest = args
+            return init(loader, **_with_sampler(*rest, **kwargs))
+        return init(*args, **kwargs)
 
     return either
+
+
+def _with_sampler(
+    dataset: Any,
+    lengths: Any,
+    collate: Any,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    mesh: Any = None,
+    **given: Any,
+) -> dict[str, Any]:
+    """Arguments of a ``MinibatchLoader``, of those that it had when it made its sampler."""
+    options = _popped(given, _SAMPLER)
+    changes = ["MinibatchSampler(lengths, ...) for the options of a sampler", *_moved(given, "read", ReadOptions())]
+    _warn(changes)
+    world_size = Place.of(rank, world_size, mesh).world_size
+    sampler = MinibatchSampler(lengths, world_size=world_size, **options)
+    return {"dataset": dataset, "sampler": sampler, "collate": collate, "rank": rank, "mesh": mesh, **given}
 
 
 def names_for_objects(init: Callable[P, T]) -> Callable[P, T]:
@@ -83,21 +98,29 @@ def as_objects(given: dict[str, Any], order: Order | None = None, read: ReadOpti
     found = dict(given)
     changes = [*_moved(found, "read", read or ReadOptions()), *_moved(found, "order", order or Order())]
     sizes = _popped(found, {"max_tokens", "pool_size", "batch_size"})
-    shuffle = found.get("order", Order()).shuffle
+    shuffle = found.get("order", order or Order()).shuffle
     found["grouping"] = Grouping(found.get("grouping", "token-budget"), shuffle=shuffle, **sizes)
     if "exchange_timeout_s" in found:
         found["timeout_s"] = found.pop("exchange_timeout_s")
-    options = _popped(found, _ALIGNMENT.keys())
+    options = {name: value for name, value in _popped(found, _ALIGNMENT.keys()).items() if value is not None}
     name = as_one_of(found.get("align", "dgap"), "align", tuple(ALIGNMENTS))
     kind: Any = ALIGNMENTS[name]
     own = {field.name for field in fields(kind)}
     for option, value in options.items():
-        if option not in {*own, "cost", "timeout_s"} and value != _ALIGNMENT[option]:
+        if option not in {*own, "comm", "cost", "timeout_s"} and value != _ALIGNMENT[option]:
             raise ValueError(f"{option}={shown(value)} with align={name!r}, which has no such option: leave it out")
-    changes += ["grouping=Grouping(...) for its name and sizes", f"align={kind.__name__}(...) for {name!r}"]
-    warnings.warn(_TEXT.format("; ".join(changes)), DeprecationWarning, stacklevel=3)
+    kept = "" if shuffle else ", shuffle=False"
+    changes += [f"grouping=Grouping(...{kept}) for its name and sizes", f"align={kind.__name__}(...) for {name!r}"]
+    _warn(changes)
     found["align"] = kind(**{option: value for option, value in options.items() if option in own})
     return found
+
+
+def _warn(changes: list[str]) -> None:
+    """Where the loader is made: by the caller of what called the function that calls this one."""
+    # Between them is typing, where a loader is given types: MinibatchLoader[int, list[int]](...).
+    is_given_types = sys._getframe(3).f_globals["__name__"] == "typing"
+    warnings.warn(_TEXT.format("; ".join(changes)), DeprecationWarning, stacklevel=5 if is_given_types else 4)
 
 
 def _moved(given: dict[str, Any], name: str, whole: Any) -> list[str]:
@@ -110,6 +133,5 @@ def _moved(given: dict[str, Any], name: str, whole: Any) -> list[str]:
 
 
 def _popped(given: dict[str, Any], names: Any) -> dict[str, Any]:
-    """What is given of these, without None, which was the default of those that had no other."""
-    found = {name: given.pop(name) for name in list(given) if name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    """What is given of these."""
+    return {name: given.pop(name) for name in list(given) if name in names}

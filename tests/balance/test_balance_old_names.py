@@ -34,7 +34,8 @@ def warned(make: Any, *arguments: Any, **options: Any) -> tuple[Any, str]:
 def test_a_stream_of_old_names_is_that_of_the_objects(options: dict[str, Any]) -> None:
     given = {"length": length_of, "max_tokens": 120, **options}
     old, words = warned(StreamLoader, Indices(), list, 0, 1, **given)
-    assert "grouping=Grouping(...) for its name and sizes; align=" in words
+    kept = "" if options.get("shuffle", True) else ", shuffle=False"
+    assert f"grouping=Grouping(...{kept}) for its name and sizes; align=" in words
     assert ("order=Order(...) for seed" in words) == ("seed" in options)
     assert ("read=ReadOptions(...) for num_workers, prefetch_factor" in words) == ("num_workers" in options)
     new = stream_loader(Indices(), list, 0, 1, **given)
@@ -43,7 +44,7 @@ def test_a_stream_of_old_names_is_that_of_the_objects(options: dict[str, Any]) -
 
 
 def test_no_option_is_lost_that_used_to_go_with_every_alignment() -> None:
-    options = {"cost": COST, "exchange_timeout_s": 5.0, "comm": "auto", "late_binding": False, "minibatch_size": None}
+    options = {"cost": COST, "exchange_timeout_s": 5.0, "comm": "odc", "late_binding": False, "minibatch_size": None}
     given: dict[str, Any] = {"length": length_of, "max_tokens": 120, **options}
     assert warned(StreamLoader, Indices(), list, 0, 1, **given)[0].alignment.timeout_s == 5.0
     for option, value in (("join", False), ("late_binding", True), ("microbatch_cost", 1.0), ("minibatch_size", 4)):
@@ -58,11 +59,20 @@ def test_a_loader_of_lengths_is_that_of_their_sampler() -> None:
     by_place, words = warned(MinibatchLoader, Indices(), LENGTHS, list, 1, 3, **options)
     assert "MinibatchSampler(lengths, ...)" in words
     assert "read=ReadOptions(...) for num_workers" in words
-    by_name, _ = warned(MinibatchLoader, Indices(), lengths=LENGTHS, collate=list, rank=1, world_size=3, **options)
+    by_name, _ = warned(
+        MinibatchLoader[int, list[int]], Indices(), lengths=LENGTHS, collate=list, rank=1, world_size=3, **options
+    )
     for old in (by_place, by_name):
         new = known_loader(Indices(), LENGTHS, list, 1, 3, **options)
         assert old.state_dict() == new.state_dict()
         assert [m.microbatches for m in old] == [m.microbatches for m in new]
+
+
+def test_lengths_and_what_follows_them_are_given_once() -> None:
+    options = {"minibatch_size": 4, "cost": COST}
+    for arguments, twice in (((LENGTHS, list, 0, 1, 2), {}), ((LENGTHS, list, 0), {"rank": 0, "world_size": 1})):
+        with pytest.raises(TypeError, match="positional arguments|multiple values for argument 'rank'"):
+            MinibatchLoader(Indices(), *arguments, **options, **twice)
 
 
 def test_a_dataloader_that_is_taken_over_gives_the_rest() -> None:
@@ -71,3 +81,12 @@ def test_a_dataloader_that_is_taken_over_gives_the_rest() -> None:
     assert (found.grouping.batch_size, found.order.infinite, found.order.shuffle) == (4, True, False)
     assert found._reader.num_workers == 1
     found.close()
+
+
+def test_what_a_dataloader_has_is_the_default_and_none_replaces_it() -> None:
+    dataloader: Any = DataLoader(Indices(), batch_size=4, collate_fn=list, num_workers=1, prefetch_factor=3)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"max_tokens": 1000, "length": length_of, "grouping": "pool-sort"}
+    found, words = warned(stream, dataloader, num_workers=0, prefetch_factor=None, **given)
+    assert found._reader.num_workers == 0
+    assert (found.order.shuffle, found.grouping.shuffle) == (False, False)
+    assert "grouping=Grouping(..., shuffle=False)" in words
