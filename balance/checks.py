@@ -157,6 +157,16 @@ def as_one_of(value: Any, name: str, allowed: Sequence[str]) -> Any:
     return value
 
 
+def check_kind(value: object, name: str, kind: type, example: str) -> None:
+    """Refuse a value that is not of this class.
+
+    Raises:
+        TypeError: says what one of it looks like.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={shown(value)}: expected {example} of odc.balance")
+
+
 def fingerprint(data: bytes) -> int:
     """48 bits that are others for other data, the same in every process; exact as a float64."""
     return int.from_bytes(hashlib.sha256(data).digest()[:6], "little")

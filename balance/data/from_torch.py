@@ -56,7 +56,8 @@ def stream(
     """
     if not isinstance(dataloader, torch_data.DataLoader):
         raise TypeError(f"dataloader={shown(dataloader)}: expected a torch.utils.data.DataLoader")
-    if dataloader.batch_size is not None and options.get("grouping") in ("pool-sort", "none"):  # by its old name
+    is_old = "max_tokens" in options and options.get("grouping") in ("pool-sort", "none")
+    if is_old and dataloader.batch_size is not None:
         options.setdefault("batch_size", dataloader.batch_size)
     order, read = _order_of(dataloader), read_options_of(dataloader)
     taken = {"order": order, "read": read, **as_objects(options, order, read)}

@@ -13,7 +13,7 @@ from typing import Any, Generic
 import numpy.typing as npt
 from torch.distributed.device_mesh import DeviceMesh
 
-from odc.balance.checks import as_count, as_one_of, fingerprint
+from odc.balance.checks import as_count, as_one_of, check_kind, fingerprint
 from odc.balance.data.ahead import ahead
 from odc.balance.data.iteration import COMMS, Comm, Iterations, check_counts, check_state, filled_up
 from odc.balance.data.loss_tokens import as_loss_tokens
@@ -194,6 +194,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         late_binding: bool = False,
         read: ReadOptions = ReadOptions(),
     ) -> None:
+        check_kind(sampler, "sampler", MinibatchSampler, "MinibatchSampler(lengths, ...)")
+        check_kind(read, "read", ReadOptions, "ReadOptions(...)")
         place = Place.of(rank, sampler.world_size if mesh is None else None, mesh)
         if place.world_size != sampler.world_size:
             raise ValueError(

@@ -6,7 +6,8 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import fields, replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -16,7 +17,7 @@ from odc.balance.data.order import Order
 from odc.balance.data.place import Place
 from odc.balance.data.reader import ReadOptions
 from odc.balance.data.sampler import MinibatchSampler
-from odc.balance.grouping.alignment import ALIGNMENTS
+from odc.balance.grouping.alignment import ALIGNMENTS, Alignment
 from odc.balance.grouping.methods import Grouping
 from odc.errors import shown
 
@@ -36,6 +37,18 @@ _ALIGNMENT = {
 }
 """Options of alignments, and the values that each alignment was given by default."""
 
+_HOMES = {
+    "MinibatchSampler(...)": _SAMPLER | {"lengths", "world_size"},
+    "read=ReadOptions(...)": {field.name for field in fields(ReadOptions)},
+}
+_STREAM_HOMES = {
+    "grouping=Grouping(...)": {"max_tokens", "pool_size", "batch_size"},
+    "the alignment, such as align=EqualMinibatches(...)": _ALIGNMENT.keys() | {"exchange_timeout_s"},
+    "order=Order(...)": {field.name for field in fields(Order)},
+    "read=ReadOptions(...)": _HOMES["read=ReadOptions(...)"],
+}
+"""Objects, and their options: what was an argument of a loader, and is none beside objects."""
+
 _TEXT = "give {}: this release is the last one that takes these options as arguments of the loader"
 
 
@@ -50,6 +63,8 @@ def lengths_for_sampler(init: Callable[P, T]) -> Callable[P, T]:
         ):
             loader, *rest = args
             return init(loader, **_with_sampler(*rest, **kwargs))
+        # The sixth was the world size, behind the rank.
+        _refuse({**kwargs, **dict(zip(["world_size"], args[5:], strict=False))}, _HOMES)
         return init(*args, **kwargs)
 
     return either
@@ -85,15 +100,19 @@ def names_for_objects(init: Callable[P, T]) -> Callable[P, T]:
 
 
 def as_objects(given: dict[str, Any], order: Order | None = None, read: ReadOptions | None = None) -> dict[str, Any]:
-    """Arguments of a stream without old names. Unchanged if there are none: each old stream has ``max_tokens``.
+    """Arguments of a stream without old names. Unchanged if there are none: each old stream has ``max_tokens``, and
+    neither a grouping nor an alignment that is an object.
 
     Args:
         order, read: what old names change; default: the defaults.
 
     Raises:
+        TypeError: there is an old name beside objects.
         ValueError: an option means nothing for the alignment.
     """
-    if "max_tokens" not in given:
+    has_objects = isinstance(given.get("grouping"), Grouping) or isinstance(given.get("align"), Alignment)
+    if has_objects or "max_tokens" not in given:
+        _refuse(given, _STREAM_HOMES)
         return given
     found = dict(given)
     changes = [*_moved(found, "read", read or ReadOptions()), *_moved(found, "order", order or Order())]
@@ -114,6 +133,17 @@ def as_objects(given: dict[str, Any], order: Order | None = None, read: ReadOpti
     _warn(changes)
     found["align"] = kind(**{option: value for option, value in options.items() if option in own})
     return found
+
+
+def _refuse(given: Mapping[str, Any], homes: Mapping[str, AbstractSet[str]]) -> None:
+    """
+    Raises:
+        TypeError: one of these arguments is an option of an object now.
+    """
+    for home, options in homes.items():
+        for name in given:
+            if name in options:
+                raise TypeError(f"{name}={shown(given[name])}, an option of {home}: give it there")
 
 
 def _warn(changes: list[str]) -> None:

@@ -42,9 +42,10 @@ class Place:
         """
         if mesh is None:
             if rank is None or world_size is None:
+                missing = "rank and world_size" if world_size is None else "rank"
                 raise ValueError(
-                    f"rank={rank}, world_size={world_size}, mesh=None: give rank and world_size, or mesh, the "
-                    "data-parallel dimensions of the device mesh"
+                    f"rank={rank}, world_size={world_size}, mesh=None: give {missing}, or mesh, the data-parallel "
+                    "dimensions of the device mesh"
                 )
             size, mine = as_count(world_size, "world_size"), as_count(rank, "rank", minimum=0)
             if mine >= size:

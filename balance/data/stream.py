@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, get_args
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from odc.balance.checks import as_count, as_one_of, fingerprint
+from odc.balance.checks import as_count, as_one_of, check_kind, fingerprint
 from odc.balance.data.exchange import Alone, Exchange, VectorExchange
 from odc.balance.data.iterable_source import IterableSource
 from odc.balance.data.iteration import Iterations, check_state, ranks_go_in_step
@@ -134,14 +134,12 @@ class StreamLoader(Generic[SampleT, BatchT]):
         check_batches: bool = True,
         read: ReadOptions = ReadOptions(),
     ) -> None:
-        for name, given, kind in (
-            ("grouping", grouping, Grouping),
-            ("align", align, Alignment),
-            ("order", order, Order),
-            ("read", read, ReadOptions),
-        ):
-            if not isinstance(given, kind):
-                raise TypeError(f"{name}={shown(given)}: expected an odc.balance.{kind.__name__}")
+        check_kind(grouping, "grouping", Grouping, "a grouping, such as Grouping('pack', max_tokens=32_768),")
+        check_kind(
+            align, "align", Alignment, "AlignedGroups(), EqualSteps(), EqualMinibatches(minibatch_size) or Unaligned()"
+        )
+        check_kind(order, "order", Order, "Order(...)")
+        check_kind(read, "read", ReadOptions, "ReadOptions(...)")
         needed = {"collate": collate, "length": length}
         optional = {"transform": transform, "num_loss_tokens": num_loss_tokens}
         for name, function in {**needed, **optional}.items():
@@ -169,8 +167,8 @@ class StreamLoader(Generic[SampleT, BatchT]):
         too_few = self._num_samples is not None and self._num_samples < self.world_size
         if too_few and (not align.join or (order.infinite and not align.communicates)):
             raise ValueError(
-                f"{self._num_samples} samples on {self.world_size} ranks with join={align.join}, align={align.name!r}, "
-                f"infinite={order.infinite}: expected at least one sample for each rank"
+                f"{self._num_samples} samples on {self.world_size} ranks with join={align.join}, "
+                f"align={type(align).__name__}(), infinite={order.infinite}: expected at least one sample for each rank"
             )
         self.dataset = dataset
         self._collate = collate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -62,7 +62,7 @@ class Alignment(ABC):
         return evaluate(self.cost, np.unique(np.geomspace(1, max_tokens, num=16).astype(np.int64)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AlignedGroups(Alignment):
     """All ranks have the same number of steps with one microbatch each, as collectives need.
 
@@ -118,8 +118,8 @@ class EqualSteps(Alignment):
     def check(self, grouping: Grouping) -> None:
         if grouping.name != "token-budget":
             raise ValueError(
-                f"grouping={grouping.name!r} with align={self.name!r}, which makes padded groups of equal cost itself: "
-                "expected Grouping('token-budget')"
+                f"grouping={grouping.name!r} with EqualSteps, which makes padded groups of equal cost itself: expected "
+                "Grouping('token-budget', ...)"
             )
 
     def rounds(self, grouping: Grouping, rank: int, world_size: int, num_samples: int | None) -> Rounds:
@@ -140,7 +140,7 @@ class EqualMinibatches(Alignment):
     name = "minibatch"
     uses_cost = True
 
-    minibatch_size: int
+    minibatch_size: int = field()  # which has no default, though the class above has a value
     """Average number of samples per rank in a minibatch; at most a quarter of the grouping's ``pool_size``. An epoch of
     a dataset with indices has ``ceil(num_samples / (world_size * minibatch_size))`` minibatches, which is ``len()`` of
     the loader."""

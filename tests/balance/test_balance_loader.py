@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from loaders import known_loader
-from torch.utils.data import Subset
+from torch.utils.data import RandomSampler, Subset
 
 from odc.balance import (
     Minibatch,
@@ -293,6 +293,17 @@ def test_samples_keep_their_lengths() -> None:
         for rank in range(3):
             for samples, microbatch in zip(planned.of_rank(rank), planned.plan.microbatches[rank], strict=True):
                 assert [lengths_of(dataset)[s] for s in samples] == planned.plan.lengths[microbatch].tolist()
+
+
+@pytest.mark.parametrize("given", [[5, 90, 30], RandomSampler(range(3)), MinibatchSampler, None])  # type: ignore[arg-type]
+def test_what_is_no_sampler_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"sampler=.*: expected MinibatchSampler\(lengths, ...\) of odc.balance"):
+        MinibatchLoader(range(3), given, list, 0)
+    sampler = MinibatchSampler([5, 90, 30], world_size=2, minibatch_size=1, cost=COST)
+    with pytest.raises(TypeError, match="read=2: expected ReadOptions"):
+        MinibatchLoader(range(3), sampler, list, 0, read=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rank=None, world_size=2, mesh=None: give rank, or mesh"):
+        MinibatchLoader(range(3), sampler, list)
 
 
 def test_default_limit_is_the_longest_sample() -> None:

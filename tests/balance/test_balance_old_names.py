@@ -9,7 +9,7 @@ from loaders import known_loader, stream_loader
 from test_balance_stream import COST, LENGTHS, Indices, length_of, summary
 from torch.utils.data import DataLoader
 
-from odc.balance import MinibatchLoader, StreamLoader, stream
+from odc.balance import Grouping, MinibatchLoader, MinibatchSampler, StreamLoader, stream
 
 STREAMS: dict[str, dict[str, Any]] = {
     "all options": {
@@ -81,6 +81,47 @@ def test_a_dataloader_that_is_taken_over_gives_the_rest() -> None:
     assert (found.grouping.batch_size, found.order.infinite, found.order.shuffle) == (4, True, False)
     assert found._reader.num_workers == 1
     found.close()
+
+
+@pytest.mark.parametrize(
+    ("beside", "home"),
+    [
+        ({"num_workers": 2}, r"read=ReadOptions\(...\)"),
+        ({"world_size": 2}, r"MinibatchSampler\(...\)"),
+        ({"minibatch_size": 4}, r"MinibatchSampler\(...\)"),
+        ({"lengths": LENGTHS}, r"MinibatchSampler\(...\)"),
+    ],
+)
+def test_beside_a_sampler_an_old_name_says_where_it_goes(beside: dict[str, Any], home: str) -> None:
+    sampler = MinibatchSampler(LENGTHS, world_size=2, minibatch_size=4, cost=COST)
+    with pytest.raises(TypeError, match=f"{next(iter(beside))}=.*, an option of {home}: give it there"):
+        MinibatchLoader(Indices(), sampler, list, 0, **beside)
+
+
+def test_a_world_size_behind_the_rank_says_where_it_goes() -> None:
+    sampler: Any = MinibatchSampler(LENGTHS, world_size=2, minibatch_size=4, cost=COST)
+    for first in (sampler, LENGTHS):
+        with pytest.raises(TypeError, match=r"world_size=2, an option of MinibatchSampler"):
+            MinibatchLoader(Indices(), first, list, 0, 2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("beside", "home"),
+    [
+        ({"max_tokens": 120}, r"grouping=Grouping\(...\)"),
+        ({"minibatch_size": 4}, r"the alignment, such as align=EqualMinibatches\(...\)"),
+        ({"sampler": [1, 2]}, r"order=Order\(...\)"),
+        ({"num_workers": 2}, r"read=ReadOptions\(...\)"),
+    ],
+)
+def test_beside_a_grouping_an_old_name_says_where_it_goes(beside: dict[str, Any], home: str) -> None:
+    dataloader: Any = DataLoader(Indices(), batch_size=4, collate_fn=list)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"length": length_of, "grouping": Grouping("pack", max_tokens=120), **beside}
+    message = f"{next(iter(beside))}=.*, an option of {home}: give it there"
+    with pytest.raises(TypeError, match=message):
+        StreamLoader(Indices(), list, 0, 1, **given)
+    with pytest.raises(TypeError, match=message):
+        stream(dataloader, **given)
 
 
 def test_what_a_dataloader_has_is_the_default_and_none_replaces_it() -> None:

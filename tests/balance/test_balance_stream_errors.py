@@ -17,10 +17,20 @@ import torch
 from epochs import failure
 from process_ranks import wait_until
 from stream_ranks import run_streams
-from test_balance_stream import LENGTHS, Indices, InTurns, Sequence, make_loader, pad_collate, samples_of, summary
+from test_balance_stream import (
+    LENGTHS,
+    Indices,
+    InTurns,
+    Sequence,
+    length_of,
+    make_loader,
+    pad_collate,
+    samples_of,
+    summary,
+)
 from torch.utils.data import IterableDataset, get_worker_info
 
-from odc.balance import StreamLoader, pack_collate
+from odc.balance import AlignedGroups, EqualMinibatches, Grouping, StreamLoader, pack_collate
 from odc.balance.data import watched_store
 from odc.balance.data.loss_tokens import check_batch
 from odc.balance.data.watched_store import WatchedStore
@@ -41,7 +51,7 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
         ({"align": "minibatch", "minibatch_size": None}, "minibatch_size=None: expected an integer of at least 1"),
         ({"grouping": "pool-sort", "batch_size": None}, "grouping='pool-sort' needs batch_size"),
         ({"batch_size": 4}, "batch_size=4 with grouping='token-budget', which cuts by max_tokens"),
-        ({"align": "steps", "grouping": "pack"}, "grouping='pack' with align='steps'"),
+        ({"align": "steps", "grouping": "pack"}, "grouping='pack' with EqualSteps"),
         ({"pin_memory": True}, "pin_memory=True for a stream, whose batches are made in this process"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: expected"),
         ({"infinite": True, "join": False}, "join=False with infinite=True"),
@@ -80,6 +90,29 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -
 def test_what_is_something_else_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         make_loader(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"grouping": "pack"}, r"grouping='pack': expected a grouping, such as Grouping\('pack', max_tokens=32_768\)"),
+        ({"align": "minibatch"}, r"align='minibatch': expected AlignedGroups\(\), EqualSteps\(\), EqualMinibatches\("),
+        ({"align": AlignedGroups}, "AlignedGroups'>: expected AlignedGroups"),
+        ({"order": 3}, r"order=3: expected Order\(...\) of odc.balance"),
+        ({"read": {"num_workers": 2}}, r"read={'num_workers': 2}: expected ReadOptions\(...\) of odc.balance"),
+    ],
+)
+def test_what_is_no_object_of_options_is_refused(given: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"length": length_of, "grouping": Grouping("pack", max_tokens=120), **given}
+    with pytest.raises(TypeError, match=message):
+        StreamLoader(Indices(), list, 0, 1, **options)
+
+
+def test_what_has_no_default_or_no_place_is_given_by_name() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'minibatch_size'"):
+        EqualMinibatches()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="takes 1 positional argument"):
+        AlignedGroups(4)  # type: ignore[misc]  # steps to accumulate, say, taken for ``join``
 
 
 # Samples.
