@@ -29,7 +29,7 @@ def stream(
 
     Defaults of the arguments come from the DataLoader: ``dataset``, ``collate_fn``, ``read``, and ``order`` with the
     shuffle and seed of its sampler, or with the sampler itself if it is not one of torch's (then it must give the same
-    order on all ranks).
+    order on all ranks). An ``order`` or ``read`` that you give replaces the DataLoader's as a whole.
     Without ``mesh``, rank and world size are those of a ``DistributedSampler``, otherwise of ``torch.distributed``.
     ``batch_size`` and ``drop_last`` are ignored: no sample is left out. The DataLoader is not changed.
 

@@ -124,8 +124,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
 
     With ``num_workers``, worker processes read and collate microbatches during training. Minibatches and
     :meth:`state_dict` are the same as without workers if a sample depends only on its index. Other random numbers in a
-    worker are seeded from ``seed``, the epoch, the rank and the worker's number. Workers start and end with an
-    iteration, also if the loop ends early.
+    worker are seeded from the sampler's ``seed``, the epoch, the rank and the worker's number. Workers start and end
+    with an iteration, also if the loop ends early.
 
     Args:
         dataset: gives sample i as ``dataset[i]``; only samples of this rank are read.
@@ -152,11 +152,12 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
             may differ in speed. ``microbatches`` is then not a list: each microbatch is chosen when the loop asks for
             it. Needs policy "lb-mini" and active ODC. Ranks share their choices through ``torch.distributed``'s store;
             of ranks that compute together (``mesh``), one chooses for all. Each step has the same samples, but
-            gradients are summed in an order that differs between runs. ``microbatch_cost`` is the cost of one more
-            microbatch. Without training (inspection, evaluation) the loader yields the planned microbatches.
+            gradients are summed in an order that differs between runs. The sampler's ``microbatch_cost`` is the cost of
+            one more microbatch. Without training (inspection, evaluation) the loader yields the planned microbatches.
         read: worker processes and pinned memory.
 
     Raises:
+        TypeError: ``sampler``, ``read`` or ``mesh`` is something else.
         ValueError: an argument is out of range, the numbers of lengths and samples differ, or the sampler is for
             another number of ranks than the mesh has. While iterating: labels and ``num_loss_tokens`` disagree, or a
             packed batch has more tokens than a given ``max_tokens``.
@@ -273,7 +274,8 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         return [1.0] * self.sampler.world_size if self._planner.speeds is None else self._planner.speeds.tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the shuffle of this epoch (from 0). Call this, or the sampler's, before each epoch, on every rank.
+        """Choose the shuffle of this epoch (from 0). Call it before each epoch, on every rank; or call the sampler's,
+        which counts from the next iteration on.
 
         After :meth:`load_state_dict`, the epoch of the state continues where it stopped; any other starts at
         its beginning.

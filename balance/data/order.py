@@ -36,9 +36,9 @@ class Order:
     if it exists.)"""
 
     sampler: Iterable[int] | None = None
-    """Gives the order of a dataset with indices instead: any iterable of indices with a length, the same on all ranks.
-    It may leave out or repeat samples; its ``set_epoch`` is called if it exists. Resuming needs the same order for an
-    epoch again."""
+    """Gives the order of a dataset with indices in place of a shuffle: any iterable of indices with a length, the same
+    on all ranks. It may leave out or repeat samples; its ``set_epoch`` is called if it exists. Resuming needs the same
+    order for an epoch again."""
 
     infinite: bool = False
     """Epochs follow each other without end, each in another order; pools are not emptied between epochs."""

@@ -33,7 +33,7 @@ class ReadOptions:
     this process.
 
     Raises:
-        ValueError: an option is out of range, or is about workers where there are none.
+        ValueError: an option is out of range, or needs workers where ``num_workers`` is 0.
 
     Example:
         >>> ReadOptions(num_workers=4, prefetch_factor=8).num_ahead

@@ -64,7 +64,7 @@ class StreamLoader(Generic[SampleT, BatchT]):
             ``EqualSteps``), it gets an empty list and must return a batch whose summed loss is 0.
         rank, world_size: this process's rank among those that share the data, and their number.
         length: returns the tokens of a sample. Called where the sample is read, in a worker if there are any.
-        grouping: how a pool is cut into microbatches, and the token budget of a microbatch.
+        grouping: how a pool is cut into microbatches, the token budget of a microbatch, and the size of the pool.
         align: how ranks are kept equal: :class:`~odc.balance.AlignedGroups`, :class:`~odc.balance.EqualSteps`,
             :class:`~odc.balance.EqualMinibatches` or :class:`~odc.balance.Unaligned`.
         mesh: instead of ``rank``, ``world_size`` and ``group``, the data-parallel dimensions of a ``DeviceMesh``, see

@@ -18,10 +18,10 @@ _LONGEST_S = 10.0 * 365 * 86400
 
 
 class Alignment(ABC):
-    """What the ranks of a stream agree on. What a subclass has no field for is as it is here."""
+    """What the ranks of a stream agree on. A subclass has fields for what a user can choose; all else is as here."""
 
     name: ClassVar[str]
-    """What states of loaders know it by."""
+    """Its name in the states of loaders."""
 
     communicates: ClassVar[bool] = True
     uses_cost: ClassVar[bool] = False
@@ -64,7 +64,7 @@ class Alignment(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedGroups(Alignment):
-    """All ranks have the same number of steps with one microbatch each, as collectives need.
+    """All ranks have the same number of steps, of one microbatch each, as collectives need.
 
     Groups are split or put back into pools until numbers are equal (ODB: the distributed group alignment problem). One
     exchange per round of steps.
@@ -95,8 +95,8 @@ class AlignedGroups(Alignment):
 class EqualSteps(Alignment):
     """All ranks have the same number of steps, and the padded microbatches of a step have about the same cost.
 
-    Each rank knows the lengths in all pools. These microbatches replace the groups of ``Grouping("token-budget")``. One
-    exchange per round of steps.
+    Each rank knows the lengths in all pools, and makes these microbatches in place of the groups of
+    ``Grouping("token-budget")``; no other grouping is taken. One exchange per round of steps.
 
     Example:
         >>> EqualSteps(cost=QuadraticCost(1e-2, 1.0)).gradient_accumulation_steps
@@ -140,7 +140,7 @@ class EqualMinibatches(Alignment):
     name = "minibatch"
     uses_cost = True
 
-    minibatch_size: int = field()  # which has no default, though the class above has a value
+    minibatch_size: int = field()  # no default, though Alignment has a value
     """Average number of samples per rank in a minibatch; at most a quarter of the grouping's ``pool_size``. An epoch of
     a dataset with indices has ``ceil(num_samples / (world_size * minibatch_size))`` minibatches, which is ``len()`` of
     the loader."""
@@ -192,7 +192,7 @@ class EqualMinibatches(Alignment):
 
 @dataclass(frozen=True)
 class Unaligned(Alignment):
-    """No communication: ranks may have different numbers of steps.
+    """No communication: ranks may have different numbers of steps. Several ranks need ``loss_scaling="none"``.
 
     Example:
         >>> Unaligned(gradient_accumulation_steps=4).communicates

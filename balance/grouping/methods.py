@@ -26,7 +26,8 @@ class Grouping:
     """How a rank of a :class:`~odc.balance.StreamLoader` cuts its pool of samples into microbatches.
 
     Raises:
-        ValueError: there is no grouping of this name; a size is out of range, missing, or means nothing here.
+        ValueError: there is no grouping of this name; or a size is out of range, is missing, or is not one of this
+            grouping.
 
     Example:
         >>> Grouping("pack", max_tokens=16_384).layout
@@ -39,8 +40,8 @@ class Grouping:
     """"token-budget": padded batches of similar lengths and about ``max_tokens`` (Online Dynamic Batching).
     "prefer-closest", "prefer-first": padded batches around the oldest sample, as full as possible (load-balanced
     dynamic batching). "pack": the same for packed batches. "pool-sort": the sorted pool in batches of ``batch_size``,
-    shuffled in the same way on all ranks (LengthPoolSort). "none": ``batch_size`` samples in their order. Batches of
-    the last two end early if ``max_tokens`` would be exceeded."""
+    shuffled in the same way on all ranks (LengthPoolSort). "none": ``batch_size`` samples in their order. With
+    "pool-sort" and "none" a batch has fewer samples if ``max_tokens`` would be exceeded."""
 
     max_tokens: int
     """Maximum tokens per microbatch, including padding. A longer sample is refused."""
