@@ -160,7 +160,7 @@ def imports_of(path: Path) -> set[str]:
 WITHOUT_TORCH = ("__init__.py", "sampler.py")  # of the folder that makes batches
 # Of the folders that move tensors, run minibatches of them, or tell through torch's store who runs what.
 WITH_TORCH = {
-    "late_binding": ("estimates.py", "shares.py"),
+    "late_binding": ("estimates.py", "work_queues.py"),
     "rearrange": ("exchange.py",),
     "multimodal": ("carriers.py", "loader.py", "payload.py", "run.py"),
 }

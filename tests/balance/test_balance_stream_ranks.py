@@ -62,7 +62,7 @@ def test_ranks_that_share_data_are_a_group() -> None:
 
 
 def test_without_a_process_group_nothing_is_exchanged() -> None:
-    with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group first, or use align='none'"):
+    with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group first, or use Unaligned"):
         next(iter(make_loader(0, 2)))
 
 
