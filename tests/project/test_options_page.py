@@ -62,4 +62,4 @@ def test_every_option_of_every_command_has_a_row(writer: ModuleType) -> None:
     assert set(re.findall(r"^## `odc (\w+)`", text, re.MULTILINE)) == {"run", "plan", "simulate", "doctor", "bench"}
     rows = re.findall(r"^\| (`--[^|]+) \|", text, re.MULTILINE)
     assert len(rows) >= 50
-    assert len([row for row in rows if "`--plot`" in row]) == 3
+    assert len([row for row in rows if "`--plot`" in row]) == 7
