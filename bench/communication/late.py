@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc import Runtime
 from odc.bench.harness.benchmark import summary
 from odc.bench.harness.ranks import Rank
-from odc.setup.agreement import ProcessGroupExchange
+from odc.bench.harness.units import config_of, create_runtime, use_units
 
 # torch 2.13 renamed them.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -25,11 +24,7 @@ NOBODY, LAST, IN_TURN = "nobody", "the last rank", "each in turn"
 
 def measure_late(me: Rank, repetitions: int, hosts: int) -> list[dict[str, Any]]:
     """The rows under load. Collective; every rank returns the same ones."""
-    units = [UnitSpec(f"u{i}", NUMEL, torch.float32, (ParamSlice("weight", NUMEL),)) for i in range(NUM_UNITS)]
-    config = RuntimeConfig.from_environment(transport=me.place.transport)
-    if hosts:
-        config = replace(config, host_id=f"host{me.rank * hosts // me.world_size}")
-    with Runtime.create(ProcessGroupExchange(), units, config, device=me.device) as runtime:
+    with create_runtime(me, config_of(me, hosts), NUMEL, NUM_UNITS) as runtime:
         ways = {runtime.transport_name: _Minibatches(me, runtime)}
         backend = dist.get_backend()
         if backend != "gloo" or me.device.type == "cpu":
@@ -63,7 +58,7 @@ def measure_late(me: Rank, repetitions: int, hosts: int) -> list[dict[str, Any]]
 
 
 class _Minibatches:
-    """As in FSDP: a gather before each forward and backward of a unit, a push behind its backward."""
+    """Minibatches on operations that gather and push: a runtime's, or collectives."""
 
     def __init__(self, me: Rank, operations: Runtime | _Collectives) -> None:
         self.operations = operations
@@ -82,13 +77,12 @@ class _Minibatches:
         for microbatch in range(NUM_MICROBATCHES):
             whose = {LAST: me.world_size - 1, IN_TURN: microbatch % me.world_size}.get(late)
             time.sleep(LATE_S if whose == me.rank else 0.0)
-            for unit in range(NUM_UNITS):
-                operations.gather(unit, self.whole)
-                time.sleep(COMPUTE_S)
-            for unit in reversed(range(NUM_UNITS)):
-                operations.gather(unit, self.whole)
-                time.sleep(COMPUTE_S)
-                operations.scatter_accumulate(unit, self.gradient)
+            use_units(
+                NUM_UNITS,
+                lambda unit: operations.gather(unit, self.whole),
+                lambda share: time.sleep(COMPUTE_S),
+                lambda unit: operations.scatter_accumulate(unit, self.gradient),
+            )
         if me.device.type == "cuda":
             torch.cuda.synchronize()
         pushed = time.perf_counter() - started

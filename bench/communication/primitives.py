@@ -42,7 +42,6 @@ import torch
 import torch.distributed as dist
 import typer
 
-from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.bench.communication.late import ALL_GATHER, REDUCE_SCATTER, measure_late
 from odc.bench.gpu.device import on_a_stream
 from odc.bench.harness.benchmark import (
@@ -58,7 +57,7 @@ from odc.bench.harness.benchmark import (
     summary,
 )
 from odc.bench.harness.ranks import Place, Rank
-from odc.setup.agreement import ProcessGroupExchange
+from odc.bench.harness.units import config_of, create_runtime
 
 SIZE_LIMIT_S = 20.0  # of one size; large sizes get fewer repetitions, never fewer than five
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -88,11 +87,7 @@ class Workload:
         self.me, self.pushes, self.everything = me, pushes, everything
         numel = num_bytes // dtype.itemsize // me.world_size
         self.num_bytes = numel * dtype.itemsize * me.world_size
-        unit = UnitSpec("bench", numel, dtype, (ParamSlice("weight", numel),), grad_dtype=dtype)
-        config = RuntimeConfig.from_environment(transport=me.place.transport, accumulate=accumulate)
-        if hosts:
-            config = replace(config, host_id=f"host{me.rank * hosts // me.world_size}")
-        self.runtime = Runtime.create(ProcessGroupExchange(), [unit], config, device=me.device)
+        self.runtime = create_runtime(me, config_of(me, hosts, accumulate=accumulate), numel, dtype=dtype)
         self.by = self.runtime.transport_name
         self.engine = self.runtime._transport.engine
         self.lags = self.engine.has_streams  # a device that is later than its host

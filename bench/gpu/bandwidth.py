@@ -8,21 +8,21 @@ two ways of a gather, copy engines and a kernel, on the peers' memory itself: ``
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
-from odc.bench.communication.primitives import measure_size, size_of, size_text, with_ratios
+from odc.bench.communication.primitives import measure_size, size_of, size_text, timed, with_ratios
 from odc.bench.gpu.device import on_a_stream
 from odc.bench.gpu.setting import Report, Setting, require, run_ranks
 from odc.bench.gpu.transport import open_transport
 from odc.bench.harness.benchmark import Column, Table
 from odc.bench.harness.ranks import Rank
+from odc.bench.harness.units import config_of, create_runtime
 from odc.engines.base import COPY_ENGINE, KERNEL, TransferTable
 from odc.setup.agreement import ProcessGroupExchange
 from odc.setup.topology import Topology
@@ -94,9 +94,7 @@ def measure_all(rank: Rank) -> tuple[list[Row], dict[str, Any]]:
 
 def _can_add_directly(rank: Rank) -> bool:
     """Whether atomic additions reach all peers, whatever was chosen by an earlier measurement. Collective."""
-    unit = UnitSpec("probe", 64, torch.float32, (ParamSlice("weight", 64),))
-    config = replace(RuntimeConfig.from_environment(transport=rank.place.transport), transfer_table="")
-    with Runtime.create(ProcessGroupExchange(), [unit], config, device=rank.device) as runtime:
+    with create_runtime(rank, replace(config_of(rank), transfer_table=""), 64) as runtime:
         return not runtime.memory()["slots"]
 
 
@@ -155,16 +153,12 @@ def _measure_ways(
     numel = num_bytes // rank.world_size // 4
     shards = [buffer.peer(owner)[: 4 * numel].view(torch.float32) for owner in range(rank.world_size)]
     out = torch.zeros(numel * rank.world_size, device=rank.device)
+    gather = partial(transport.engine.read_rows, [out], shards, rank.rank, own_in_place=True)
     samples: dict[str, list[float]] = {KERNEL: [], COPY_ENGINE: []}
     for repetition in range(repetitions + 1):
         for way in samples:
             transport.engine.choose_by(TransferTable(((0, way),)))
-            rank.meet()
-            started = time.perf_counter()
-            for _ in range(_CALLS):
-                transport.engine.read_rows([out], shards, rank.rank, own_in_place=True)
-            torch.cuda.synchronize()
-            seconds = rank.largest(time.perf_counter() - started) / _CALLS
+            seconds = timed(rank, gather, calls=_CALLS)
             if repetition:
                 samples[way].append(seconds)
     return {way: statistics.median(values) for way, values in samples.items()}

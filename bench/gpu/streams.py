@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc import Runtime, RuntimeConfig
 from odc.bench.gpu.device import cycles_per_s, new_stream, seconds_between, spin, timing_event
+from odc.bench.harness import units
 from odc.bench.harness.ranks import Rank
 from odc.engines.base import Engine
-from odc.setup.agreement import ProcessGroupExchange
 
 SYNCHRONIZE_LIMIT_S = 60.0
 
@@ -168,12 +168,11 @@ def contribution(minibatch: int, unit: int, client: int, microbatch: int) -> flo
 
 def create_runtime(rank: Rank, mode: str, numel: int, num_units: int = 1) -> tuple[Runtime, Streams]:
     """A runtime on the transport of the setting, for units of one parameter, and its streams. Collective."""
-    units = [UnitSpec(f"u{unit}", numel, torch.float32, (ParamSlice("w", numel),)) for unit in range(num_units)]
     accumulate, deterministic = MODES[mode]
     options = RuntimeConfig(
         transport=rank.place.transport, accumulate=accumulate, deterministic=deterministic, timeout_s=TIMEOUT_S
     )
-    runtime = Runtime.create(ProcessGroupExchange(), units, options, device=rank.device)
+    runtime = units.create_runtime(rank, options, numel, num_units)
     transport: Any = runtime._transport
     return runtime, streams_of(transport.engine, rank.device)
 

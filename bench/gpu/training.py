@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
 import odc
 from odc.bench.gpu.setting import CheckFailedError, Report, Setting, require, run_ranks
 from odc.bench.harness.ranks import Rank
+from odc.bench.proof import sharding
 from odc.bench.proof.conformance.training import network
 from odc.bench.proof.sharding import blocks_of, by_unit, wrap_of
 
@@ -70,9 +71,16 @@ def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def shard(model: nn.Module, rank: Rank, fsdp: str = "fsdp2", precision: str = "fp32") -> nn.Module:
+def mesh_of(rank: Rank, *, is_replicated: bool = False) -> DeviceMesh:
+    """Of all ranks, on their devices; see :func:`odc.bench.proof.sharding.mesh_of`. Collective."""
+    return sharding.mesh_of(rank.world_size, is_replicated=is_replicated, device_type=rank.device.type)
+
+
+def shard(
+    model: nn.Module, rank: Rank, fsdp: str = "fsdp2", precision: str = "fp32", is_replicated: bool = False
+) -> nn.Module:
     """The model on its rank's device, one unit per layer and one for the rest. Collective."""
-    mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+    mesh = mesh_of(rank, is_replicated=is_replicated)
     dtypes = (torch.bfloat16, torch.float32) if precision == "bf16" else None
     kind = "fsdp1-orig" if fsdp == "fsdp1" else fsdp
     return by_unit(model.to(rank.device), wrap_of(kind, mesh, dtypes=dtypes, device=rank.device))
@@ -99,8 +107,7 @@ def counts_of(step: int, world_size: int) -> list[int]:
 
 
 def tokens_of(step: int, rank: int, microbatch: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10007 * step + 101 * rank + microbatch)
-    return torch.randint(0, VOCABULARY, (2, 7 + 3 * microbatch), generator=generator)
+    return sharding.tokens_of(step, rank, microbatch, VOCABULARY, (2, 7 + 3 * microbatch))
 
 
 def num_tokens(step: int, world_size: int) -> int:
@@ -171,14 +178,9 @@ _LARGEST = torch.finfo(_FLOAT8).max
 _aten = torch.ops.aten
 
 
-def shard_by_fsdp2(model: nn.Module, rank: Rank, **options: Any) -> nn.Module:
-    """One unit per layer and one for the rest. Collective."""
-    options.setdefault("mesh", init_device_mesh(rank.device.type, (rank.world_size,)))
-    return by_unit(model.to(rank.device), lambda module: fully_shard(module, **options))
-
-
 def offloaded(model: nn.Module, rank: Rank) -> nn.Module:
-    return shard_by_fsdp2(model, rank, offload_policy=CPUOffloadPolicy(pin_memory=rank.device.type == "cuda"))
+    mesh, policy = mesh_of(rank), CPUOffloadPolicy(pin_memory=rank.device.type == "cuda")
+    return by_unit(model.to(rank.device), lambda module: fully_shard(module, mesh=mesh, offload_policy=policy))
 
 
 @torch.no_grad()
@@ -189,18 +191,9 @@ def step_and_change(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         (parameter.data if number % 2 else parameter).mul_(0.99)
 
 
-def replicated(model: nn.Module, rank: Rank) -> nn.Module:
-    return shard_by_fsdp2(model, rank, mesh=_mesh_of_replicas(rank))
-
-
-def _mesh_of_replicas(rank: Rank) -> DeviceMesh:
-    return init_device_mesh(rank.device.type, (2, rank.world_size // 2), mesh_dim_names=("replicate", "shard"))
-
-
 def on_two_meshes(model: nn.Module, rank: Rank) -> nn.Module:
     """The first layer has replicas."""
-    replicas = _mesh_of_replicas(rank)
-    everyone = init_device_mesh(rank.device.type, (rank.world_size,))
+    replicas, everyone = mesh_of(rank, is_replicated=True), mesh_of(rank)
     model = model.to(rank.device)
     for modules, index in list(blocks_of(model)):
         fully_shard(modules[index], mesh=everyone if index else replicas)
@@ -312,7 +305,7 @@ FORMS = {
     # A weight in the middle of two numbers of float8 may be rounded the other way.
     "float8 travels": Form(in_float8, alone=_round_weights, tolerance=1e-3),
     "parameters on the CPU": Form(offloaded),
-    "replicas": Form(replicated, world_size=4),
+    "replicas": Form(partial(shard, is_replicated=True), world_size=4),
     "two meshes": Form(on_two_meshes, world_size=4),
 }
 

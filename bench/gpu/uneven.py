@@ -31,6 +31,7 @@ from odc.bench.gpu.training import (
 )
 from odc.bench.harness.benchmark import Column, Table, summary
 from odc.bench.harness.ranks import Rank
+from odc.bench.harness.units import use_units
 from odc.engines.base import Part
 
 MODES = ("direct", "daemon")
@@ -189,13 +190,7 @@ def _compute(rank: Rank, plan: Plan, streams: Streams, gather: Operation, push: 
     unit_s = plan.unit_s[rank.rank]
     started = streams.stamp()
     for _ in range(plan.microbatches[rank.rank]):
-        for unit in range(NUM_UNITS):
-            gather(unit)
-            streams.delay(unit_s / 3)
-        for unit in reversed(range(NUM_UNITS)):
-            gather(unit)
-            streams.delay(unit_s * 2 / 3)
-            push(unit)
+        use_units(NUM_UNITS, gather, lambda share: streams.delay(unit_s * share), push)
     ended = streams.stamp()
     return lambda: ended() - started()
 

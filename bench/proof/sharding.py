@@ -55,11 +55,11 @@ def tokens_of(step: int, rank: int, microbatch: int, vocabulary: int, shape: tup
     return torch.randint(0, vocabulary, shape, generator=generator)
 
 
-def mesh_of(world_size: int, *, is_replicated: bool = False) -> DeviceMesh:
+def mesh_of(world_size: int, *, is_replicated: bool = False, device_type: str = "cpu") -> DeviceMesh:
     """All ranks in one shard group; or in shard groups of two, which are replicas. Collective."""
     if is_replicated:
-        return init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", (world_size,))
+        return init_device_mesh(device_type, (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, (world_size,))
 
 
 def local_gradients(grads: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:

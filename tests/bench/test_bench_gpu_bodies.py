@@ -183,7 +183,7 @@ def test_sft() -> None:
 @pytest.mark.extended
 def test_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is right, and one whose reference does something else."""
-    wrong = training.Form(training.shard_by_fsdp2, end=training.step_and_change)
+    wrong = training.Form(training.shard, end=training.step_and_change)
     monkeypatch.setattr(training, "FORMS", {"float8 travels": training.FORMS["float8 travels"], "wrong": wrong})
     with pytest.raises(CheckFailedError, match="^wrong: losses .*: off by ") as failed:
         training.check_forms(WITHIN)
