@@ -9,100 +9,45 @@ frozen or unused parameters, checkpoints. Those have tests of their own.
 from __future__ import annotations
 
 import itertools
-import os
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from torch.distributed.device_mesh import DeviceMesh
 
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
-from odc.bench.harness.ranks import meet
-from odc.bench.proof.conformance.training import (
+from odc.bench.proof.conformance.cells import (
     AXES,
     MEANINGS,
-    STEPS,
+    QUANTITIES,
     TOLERANCES,
-    Cell,
     Outcome,
     all_cells,
-    compare,
+    run_cells,
     select,
 )
-from odc.bench.proof.groups import Message, Prepare, Suite, collect, run_jobs
-from odc.bench.proof.sharding import mesh_of
-from odc.config import HOST_ID, TIMEOUT
-
-CELL_LIMIT_S = 120.0  # a cell takes a second or two
-SILENCE_LIMIT_S = 60  # of one rank towards another, in either run
-RANKS_PER_HOST = 2
-
-
-def run_cells(
-    cells: Sequence[Cell], on_outcome: Callable[[Outcome], None] = lambda _: None, prepare: Prepare | None = None
-) -> list[Outcome]:
-    """Measure cells on CPU processes of this machine; the outcomes, in the order of ``cells``.
-
-    An error other than a refusal, or no result in time, fails its cell; the others go on with new ranks.
-    """
-
-    def judge(number: int, cell: Cell, pipes: Sequence[Connection]) -> tuple[Outcome, bool]:
-        messages = collect(pipes, CELL_LIMIT_S, 0.0)
-        # All that are there: one may be only what another one led to.
-        wrong = [f"rank {r}: {m['error']}: {m['text']}" for r, m in enumerate(messages) if m and "error" in m]
-        if silent := [rank for rank, message in enumerate(messages) if message is None]:
-            wrong = wrong or [f"no result from ranks {silent} within {CELL_LIMIT_S:g} s"]
-        found = Outcome(cell, "failed", "; ".join(wrong)) if wrong else messages[-1]["outcome"]  # type: ignore[index]
-        on_outcome(found)
-        return found, not wrong
-
-    outcomes = run_jobs(dict(enumerate(cells)), lambda cell: cell.world_size, _SUITE, judge, prepare, len(cells))
-    return [outcomes[number] for number in range(len(cells))]
-
-
-def _set_up(rank: int, world_size: int, store: str) -> DeviceMesh:
-    warnings.filterwarnings("ignore", module=r"torch\.")  # FSDP1 has much to say about its own future
-    torch.set_num_threads(1)
-    os.environ[HOST_ID] = f"host-{rank // RANKS_PER_HOST}"
-    os.environ.setdefault(TIMEOUT, str(SILENCE_LIMIT_S))
-    meet(rank, world_size, store, "gloo", SILENCE_LIMIT_S)
-    return mesh_of(world_size, is_replicated=world_size > RANKS_PER_HOST)
-
-
-def _measure(cell: Cell, rank: int, mesh: DeviceMesh) -> Message:
-    return {"outcome": compare(cell, mesh)}
-
-
-def _tell(error: BaseException) -> Message:
-    return {"error": type(error).__name__, "text": str(error)}
-
-
-_SUITE = Suite(_set_up, _measure, _tell)
-
+from odc.bench.proof.parity.training import STEPS
 
 # The table of cells as Markdown
 
 
 COMMAND = "odc bench conformance --json bench/results/conformance.json --markdown docs/conformance.md"
-QUANTITIES = ("losses", "gradients", "parameters")
 _INTRODUCTION = f"""\
-A cell is one FSDP configuration. It trains a small transformer for {STEPS} steps of AdamW, once over FSDP's gloo
+A cell is one FSDP configuration. It trains a small model for {STEPS} steps of AdamW, once over FSDP's gloo
 collectives and once after `session = odc.patch_fsdp(model)`. Each rank has its own data. All ranks have the same number
 of microbatches, which plain FSDP needs. A cell *passed* if ODC was used in all {STEPS} minibatches on each rank, and
 
-- the mean loss of every step,
-- every gradient at the first `optimizer.step` and the norm at every clipping,
+- the loss of every microbatch, their sum over the ranks, and the norm at every clipping,
+- every gradient at every `optimizer.step`,
 - every parameter after the last step
 
 differ by at most {TOLERANCES["fp32"]:g} (fp32) or {TOLERANCES["bf16"]:g} (bf16) of the largest absolute value in their
-tensor. A cell is *refused* if `patch_fsdp` raises `odc.UnsupportedError`, otherwise *failed*. In bf16, FSDP rounds
-sums of gradients to bfloat16; ODC sums in float32.
+tensor or, for a gradient, in any microbatch's part of it. Gradients may differ by as many times that as there have been
+steps; in fp32, losses and parameters by {STEPS} times that. A cell is *refused* if `patch_fsdp` raises
+`odc.UnsupportedError`, otherwise *failed*. In bf16, FSDP rounds sums of gradients to bfloat16; ODC sums in float32. The
+script is a plain one of those that `odc bench parity` makes up by chance.
 """
 _CELLS = """\
 A number is the largest error of a passed cell; 0 means equal. Columns are accumulation and clipping. Separate errors of

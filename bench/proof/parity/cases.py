@@ -82,6 +82,8 @@ FACTORS: dict[str, dict[str, str]] = {
     "precision": {"fp32": "", "bf16": "parameters in bfloat16, reduction in float32"},
     "end": {"implicit": "", "block": "with session.minibatch()"},
 }
+EQUAL_COUNTS = {"one": 1, "three": 3, "four": 4}
+"""Microbatches of each rank and step, where all have as many. Conformance alone has four."""
 _CANDIDATES = 24  # of which the one with the rarest pairs becomes a case
 _ATTEMPTS = 400  # to complete a pair, before it counts as impossible
 
@@ -107,8 +109,8 @@ class Case(_Values):  # type: ignore[misc]  # its fields are told once, above
 
     def num_microbatches(self, step: int, rank: int) -> int:
         """Of this rank in this step; at least one rank has some."""
-        if self.counts in ("one", "three"):
-            return 1 if self.counts == "one" else 3
+        if self.counts in EQUAL_COUNTS:
+            return EQUAL_COUNTS[self.counts]
         is_idle = {
             "idle-first": step == 0 and rank == self.world_size - 1,
             "idle-later": step in (1, 2) and rank == 0,

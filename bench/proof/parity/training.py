@@ -27,6 +27,7 @@ from odc.bench.proof.sharding import (
     tokens_of,
     wrap_of,
 )
+from odc.timeline import Stats
 
 STEPS = 4
 VOCABULARY = 12
@@ -87,7 +88,8 @@ def build(case: Case) -> Net:
 def shard(case: Case, model: Net, mesh: DeviceMesh) -> nn.Module:
     """One unit per block and one for the rest."""
     reshard: bool | int = {"yes": True, "no": False, "int": 2}[case.reshard]
-    dtypes = (torch.bfloat16, torch.float32) if case.precision == "bf16" else None
+    reduced = {"bf16": torch.float32, "bf16-reduced": torch.bfloat16}.get(case.precision)
+    dtypes = None if reduced is None else (torch.bfloat16, reduced)
     return by_unit(model, wrap_of(case.fsdp, mesh, reshard=reshard, dtypes=dtypes))
 
 
@@ -130,6 +132,8 @@ class Run:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     description: str = ""
     """What the session says of itself."""
+    stats: Stats | None = None
+    """What the session has done on this rank."""
 
 
 def train(case: Case, mesh: DeviceMesh, *, patch: bool) -> Run:
@@ -216,6 +220,7 @@ def train(case: Case, mesh: DeviceMesh, *, patch: bool) -> Run:
             run.losses[f"sum {step}"] = total
     if session is not None:
         dist.barrier()  # close() does not wait for the others, and one may still be evaluating
+        run.stats = session.stats()
         session.close()
     if case.fsdp == "fsdp2":
         _reshard(case, model)
