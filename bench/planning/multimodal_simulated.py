@@ -37,6 +37,7 @@ from odc.balance import Rearrangement, get_policy, karmarkar_karp
 from odc.balance.checks import FloatArray
 from odc.balance.layout import Layout, microbatch_costs
 from odc.balance.multimodal import MinibatchLengths, MinibatchSchedule, Orchestrator, StepTimes, step_times
+from odc.balance.plan import Plan
 from odc.balance.rearrange.post_balance import post_balance
 from odc.balance.simulate.modalities import sample_modalities
 from odc.bench.harness.benchmark import (
@@ -98,16 +99,21 @@ def plans_of(
         yield clock() - start, schedule
 
 
+def plans_by_phase(schedule: MinibatchSchedule) -> dict[str, Plan]:
+    """Those of the encoders, and that of the language model."""
+    return {**schedule.encoders, "language": schedule.language}
+
+
 def useful(schedule: MinibatchSchedule) -> float:
     """FLOPs without padding."""
-    return float(sum(plan.costs.sum() for plan in (schedule.language, *schedule.encoders.values())))
+    return float(sum(plan.costs.sum() for plan in plans_by_phase(schedule).values()))
 
 
 def by_phase(schedule: MinibatchSchedule) -> dict[str, float]:
     """Of each phase, the slowest rank's time over what it would be, evenly shared and without padding."""
-    plans = {**schedule.encoders, "language": schedule.language}
     return {
-        name: plan.makespan("collective") * plan.world_size / float(plan.costs.sum()) for name, plan in plans.items()
+        name: plan.makespan("collective") * plan.world_size / float(plan.costs.sum())
+        for name, plan in plans_by_phase(schedule).items()
     }
 
 
@@ -123,9 +129,9 @@ def compare(size: ModelSize, num_ranks: int, samples_per_rank: int, minibatches:
             times.setdefault(f"{way}, ODC", []).append(step_times(schedule, "odc"))
             slowest[way].append(by_phase(schedule))
             advance()
-        work += useful(schedule)
-        plans = {**schedule.encoders, "language": schedule.language}
-        shares.append({name: float(plan.costs.sum()) / useful(schedule) for name, plan in plans.items()})
+        of_all = useful(schedule)
+        work += of_all
+        shares.append({name: float(plan.costs.sum()) / of_all for name, plan in plans_by_phase(schedule).items()})
     first = sum(step.makespan for step in times["none"])
     rows = {}
     for way, steps in times.items():
@@ -236,15 +242,6 @@ def planning(num_ranks: int, samples_per_rank: int, repetitions: int) -> dict[st
     }
 
 
-def _rounded(value: Any) -> Any:
-    """Six digits of all numbers."""
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_rounded(each) for each in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
 def measure(
     run: Run,
     ranks: Annotated[Numbers, typer.Option(parser=numbers, help="Compare on so many.")] = RANKS,
@@ -277,11 +274,10 @@ def measure(
         run.describe("planning")
         result["planning"].append(planning(number, PLANNING_SAMPLES, minibatches or 3))
         run.advance()
-    rounded: Entries = _rounded(add_paper_sizes(result))
-    return rounded
+    return add_paper_sizes(result)
 
 
-def add_paper_sizes(result: dict[str, Any]) -> dict[str, Any]:
+def add_paper_sizes(result: Entries) -> Entries:
     """All phases balanced, against none with the minibatches of the paper's baseline, on 2560 ranks."""
     of = {(entry["model"], entry["ranks"], entry["samples_per_rank"]): entry["ways"] for entry in result["comparisons"]}
     found = []

@@ -60,8 +60,9 @@ from odc.balance.rearrange.rearrangement import Rearrangement
 from odc.balance.simulate.modalities import sample_modalities
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, check_known
 from odc.bench.harness.ranks import Rank, keep_from_collector
+from odc.bench.planning import multimodal_simulated
 from odc.bench.planning.multimodal_sizes import SIZES, ModelSize
-from odc.bench.training.bubble import Segment
+from odc.bench.training.bubble import Segment, spent_ns
 from odc.bench.training.emulated import add_ratios
 from odc.bench.training.sleeping import DTYPE, Counting, ModalityModel, RankRun, segments
 from odc.setup.agreement import ProcessGroupExchange
@@ -70,23 +71,9 @@ NUM_UNTIMED = 1  # minibatches at the start
 CAPACITY_BYTES = 1 << 20  # of a channel at first
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to train."""
-
-    policy: str | None
-    balance_encoders: bool
-    comm: Comm = "collective"
-    in_step: bool = True
-    """Whether items move by all-to-all, for which all ranks wait for all."""
-
-
-WAYS = {
-    "none": Way(None, False),
-    "language": Way("lb-mini", False),
-    "all": Way("lb-mini", True),
-    "all, ODC": Way("lb-mini", True, comm="odc", in_step=False),
-}
+_ODC = ", ODC"
+WAYS: dict[str, Comm] = {"none": "collective", "language": "collective", "all": "collective", f"all{_ODC}": "odc"}
+"""Those of :mod:`.multimodal_simulated`. Under collectives items move by all-to-all: all ranks wait for all."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +120,13 @@ class Settings:
         return max(1, size.hidden // self.shrink)
 
 
-def orchestrator(size: ModelSize, ranks: int, way: Way) -> Orchestrator:
-    """The plans of one way to train."""
-    options: dict[str, Any] = {"policy": way.policy, "balance_encoders": way.balance_encoders, "comm": way.comm}
-    return Orchestrator(size.phases, size.language, ranks, **options)
+def orchestrator(size: ModelSize, ranks: int, way: str) -> Orchestrator:
+    """The plans of one of :data:`WAYS`, on ranks of one node."""
+    balanced = multimodal_simulated.WAYS[way.removesuffix(_ODC)]
+    return Orchestrator(size.phases, size.language, ranks, comm=WAYS[way], **balanced)
 
 
-def planned(size: ModelSize, settings: Settings, way: Way) -> list[dict[str, Any]]:
+def planned(size: ModelSize, settings: Settings, way: str) -> list[dict[str, Any]]:
     """Of each timed minibatch: FLOPs of its ``makespan``, of what ranks ``compute`` in all and of that without padding,
     ``work``; and the bytes that move of each kind."""
     plans = orchestrator(size, settings.ranks, way)
@@ -162,9 +149,8 @@ def planned(size: ModelSize, settings: Settings, way: Way) -> list[dict[str, Any
             rows_bytes = items.output * settings.width(size) * DTYPE.itemsize
             for kind in ("outputs", "gradients"):
                 moved[f"{name}/{kind}"] = _moved(schedule.outputs[name], rows_bytes)
-        phases = (schedule.language, *schedule.encoders.values())
-        times = step_times(schedule, way.comm, in_step=way.in_step)
-        work = sum(float(plan.costs.sum()) for plan in phases)
+        times = step_times(schedule, WAYS[way], in_step=WAYS[way] == "collective")
+        work = multimodal_simulated.useful(schedule)
         found.append({"makespan": times.makespan, "compute": times.work, "work": work, "bytes": dict(moved)})
     return found
 
@@ -198,18 +184,18 @@ class Feed:
 def run_rank(me: Rank, model: str, settings: Settings, way: str, pace: float) -> RankRun:
     """Train, as far as the others can tell. ``pace``: seconds per FLOP."""
     keep_from_collector()
-    rank, size, how = me.rank, SIZES[model], WAYS[way]
-    emulated = ModalityModel(size, settings.width(size), pace, lockstep=how.comm == "collective")
+    rank, size, is_in_step = me.rank, SIZES[model], WAYS[way] == "collective"
+    emulated = ModalityModel(size, settings.width(size), pace, lockstep=is_in_step)
     encoders, run = emulated.encoders(), emulated.run
     items: ItemExchange | None = None
     mover: Mover = InStep()
-    if not how.in_step:
+    if not is_in_step:
         channels = channels_of(list(size.encoders))
         items = ItemExchange.create(ProcessGroupExchange(), channels, capacity_bytes=CAPACITY_BYTES)
         mover = OnDemand(items, rank)
     feed: Any = Feed(size, settings, rank)
     loader: MultimodalLoader[SampleParts] = MultimodalLoader(
-        feed, lambda sample: sample, orchestrator(size, me.world_size, how), rank
+        feed, lambda sample: sample, orchestrator(size, me.world_size, way), rank
     )
     minibatches = iter(loader)
     for number in range(NUM_UNTIMED + settings.minibatches):
@@ -239,7 +225,7 @@ def run_rank(me: Rank, model: str, settings: Settings, way: str, pace: float) ->
 
 def run_way(run: Run, model: str, way: str, settings: Settings) -> tuple[dict[str, Any], list[RankRun]]:
     """Plan, run and compare: the result's entry of one way, and what the ranks did."""
-    plans = planned(SIZES[model], settings, WAYS[way])
+    plans = planned(SIZES[model], settings, way)
     work = sum(plan["work"] for plan in plans)
     pace = settings.scale * settings.ranks * len(plans) / work
     runs = run.ranks(settings.ranks, run_rank, model, settings, way, pace)
@@ -249,8 +235,8 @@ def run_way(run: Run, model: str, way: str, settings: Settings) -> tuple[dict[st
     return {
         "model": model,
         "way": way,
-        "comm": WAYS[way].comm,
-        "in_step": WAYS[way].in_step,
+        "comm": WAYS[way],
+        "in_step": WAYS[way] == "collective",
         "planned_s": pace * sum(plan["makespan"] for plan in plans) / len(plans),
         "planned_compute_s": pace * sum(plan["compute"] for plan in plans) / (len(plans) * settings.ranks),
         "planned_bytes": {name: count // len(plans) for name, count in moved.items()},
@@ -266,25 +252,14 @@ def shares(runs: Sequence[RankRun], minibatches: Sequence[int]) -> dict[str, Any
         ``rest`` (host work) are parts of it, together 1. ``planning_s``: beside it. ``bytes``: that came from other
         ranks, of all ranks.
     """
-    spent: Counter[str] = Counter()
+    spent = spent_ns([segments(run, number) for run in runs for number in minibatches])
     num_bytes: Counter[str] = Counter()
     for run in runs:
-        for span in run.spans:
-            if span.minibatch in minibatches:
-                spent[span.kind] += span.end_ns - span.start_ns
-                # What a carrier waits for lies within a "move".
-                if span.kind == "wait" and ("/" in span.label or span.label == "samples"):
-                    spent["wait in move"] += span.end_ns - span.start_ns
         for number in minibatches:
             num_bytes.update({name: count for name, count in run.num_bytes[number].items() if count})
     compute_ns = sum(run.compute_ns[number] for run in runs for number in minibatches)
-    total = spent["minibatch"]
-    parts = {
-        "compute": compute_ns,
-        "waiting": spent["wait"],
-        "moving": spent["move"] - spent["wait in move"],
-        "load": spent["load"],
-    }
+    total = spent.total()
+    parts = {"compute": compute_ns, "waiting": spent["wait"], "moving": spent["move"], "load": spent["load"]}
     count = len(runs) * len(minibatches)
     return {
         "minibatch_s": total * 1e-9 / count,

@@ -22,6 +22,7 @@ _COLOURS = {
     "audio": "#a56cc1",
     "language": "#7a9cc6",
     "move": "#5aa469",
+    "load": "#1f3b5c",
 }
 _NAMES = {"other": "publish and finish"}
 # Curves that lie on each other: each one thinner than the one before, so that all can be seen.

@@ -307,10 +307,9 @@ class _Counted(Carrier):
 
 
 def segments(run: RankRun, minibatch: int) -> list[Segment]:
-    """What a rank did in a minibatch, for :func:`.plots.plot_timelines`: the phases by name, "move", "wait",
-    and "other"."""
+    """What a rank did in a minibatch, each moment once: the phases by name, "move", "wait", "load", and "other"."""
     spans = [span for span in run.spans if span.minibatch == minibatch]
-    activities = {"minibatch": "other", "move": "move", "wait": "wait"}
+    activities = {"minibatch": "other", "move": "move", "wait": "wait", "load": "load"}
     found = [(activities[span.kind], span) for span in spans if span.kind in activities]
     phases = [(span.label, span) for span in spans if span.kind == "compute"]
-    return list(cut(found + phases, ("wait", *dict(phases), "move", "other")))
+    return list(cut(found + phases, ("wait", *dict(phases), "move", "load", "other")))
