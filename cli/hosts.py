@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,15 +10,12 @@ from rich.table import Table
 
 from odc.balance import Machine, Simulation
 from odc.balance.costs import ShardedState
-from odc.balance.costs.devices import DEVICES
 from odc.balance.plan import Comm
 from odc.balance.simulate.hosts import Crossing, Network, Sharding, mean_compute
 from odc.cli.comparison import COMM_NAMES, NOT_WORTH_IT, Comparison, cells, memory_cell
 from odc.cli.costs import PARAM_BYTES, REDUCED_BYTES, Training
 from odc.cli.output import new_table, significant
-from odc.errors import shown
 
-_UNITS = {"Mb": 1e6 / 8, "Gb": 1e9 / 8, "MB": 1e6, "GB": 1e9}
 _NAMES: dict[tuple[Comm, Sharding], str] = {
     ("collective", "full"): "full sharding",
     ("collective", "hybrid"): "HSDP",
@@ -46,29 +42,6 @@ class Way:
     @property
     def name(self) -> str:
         return f"{COMM_NAMES[self.comm]}, {_NAMES[self.comm, self.sharding]}"
-
-
-def parse_network(hosts: int, between: str | None, world_size: int, device: str) -> Network | None:
-    """What ``--hosts`` and ``--between`` say; None for one host.
-
-    Raises:
-        ValueError: ranks cannot be shared out evenly, or ``between`` is no bandwidth.
-    """
-    if hosts == 1:
-        if between is not None:
-            raise ValueError(f"--between {shown(between)} is between hosts: expected --hosts of 2 or more, too")
-        return None
-    if world_size % hosts or world_size == hosts:
-        raise ValueError(f"--hosts {hosts}: expected as many of {world_size} ranks on each, 2 or more")
-    per_host = world_size // hosts
-    if between is None:
-        return Network(hosts, per_host, per_host * DEVICES[device].links["infiniband"])
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG](?:B|b(?:it)?))(?:/s|ps)?", between.strip())
-    if not found or not float(found[1]):
-        raise ValueError(
-            f"--between {shown(between)}: expected what a host receives per second, in bits or bytes: 100Gb, 12.5GB"
-        )
-    return Network(hosts, per_host, float(found[1]) * _UNITS[found[2][:2]])
 
 
 def usual(inside: Mapping[Comm, Machine], network: Network, training: Training) -> dict[Comm, Machine]:

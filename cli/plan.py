@@ -13,7 +13,7 @@ from odc.balance import Machine, Policy, Scenario, get_policy, policy_names
 from odc.balance.costs.devices import DEVICES
 from odc.balance.plan import Comm
 from odc.balance.rearrange.from_home import FromHome
-from odc.balance.simulate.hosts import Network
+from odc.balance.simulate.hosts import Network, parse_network
 from odc.cli import hosts as over_hosts
 from odc.cli import options
 from odc.cli.comparison import ByOrder, Study, compare, reordered, report
@@ -78,7 +78,7 @@ def hosts(
 
         odc plan hosts lengths.txt --world-size 16 --hosts 2 --between 100Gb
     """
-    network = over_hosts.parse_network(hosts, between, given.world_size, given.device)
+    network = parse_network(hosts, between, given.world_size, given.device)
     policies = list(map(get_policy, chosen_policies(policy, DEFAULT_POLICIES)))
     _report(given, _compare(given, max_tokens, policies, _grouped(given, policy), network), network)
 
@@ -100,7 +100,7 @@ def rollouts(
 
         odc plan rollouts aime --world-size 16 --ranks-per-node 8
     """
-    network = over_hosts.parse_network(hosts, between, given.world_size, given.device)
+    network = parse_network(hosts, between, given.world_size, given.device)
     policies = [FromHome(get_policy(name), ranks_per_node) for name in chosen_policies(policy, DEFAULT_POLICIES)]
     found = _compare(given, max_tokens, policies, [], network)
     bytes_per_s = DEVICES[given.device].links[LINK]

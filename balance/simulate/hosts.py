@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from odc.balance.costs.devices import DEVICES
 from odc.balance.plan import Comm, Plan
 from odc.balance.simulate.machine import Machine
+from odc.errors import shown
 
 Sharding = Literal["full", "hybrid", "shared"]
 """Over all ranks; inside of each host, with replicas over hosts; over all ranks, where those of a host share parameters
 and gradients."""
+
+
+_UNITS = {"Mb": 1e6 / 8, "Gb": 1e9 / 8, "MB": 1e6, "GB": 1e9}
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,29 @@ class Network:
             scatter=max(inside.scatter, scatter),
             synchronization=crossing.per_step / self.bytes_per_s,
         )
+
+
+def parse_network(hosts: int, between: str | None, world_size: int, device: str) -> Network | None:
+    """What options ``--hosts`` and ``--between`` of a command say; None for one host.
+
+    Raises:
+        ValueError: ranks cannot be shared out evenly, or ``between`` is no bandwidth.
+    """
+    if hosts == 1:
+        if between is not None:
+            raise ValueError(f"--between {shown(between)} is between hosts: expected --hosts of 2 or more, too")
+        return None
+    if world_size % hosts or world_size == hosts:
+        raise ValueError(f"--hosts {hosts}: expected as many of {world_size} ranks on each, 2 or more")
+    per_host = world_size // hosts
+    if between is None:
+        return Network(hosts, per_host, per_host * DEVICES[device].links["infiniband"])
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG](?:B|b(?:it)?))(?:/s|ps)?", between.strip())
+    if not found or not float(found[1]):
+        raise ValueError(
+            f"--between {shown(between)}: expected what a host receives per second, in bits or bytes: 100Gb, 12.5GB"
+        )
+    return Network(hosts, per_host, float(found[1]) * _UNITS[found[2][:2]])
 
 
 def mean_compute(plans: Sequence[Plan]) -> float:

@@ -60,7 +60,7 @@ from odc.balance import CostModel, Machine, Plan, Scenario, law_names
 from odc.balance.checks import IntArray
 from odc.balance.multimodal.schedule import FORWARD_SHARE
 from odc.balance.plan import Comm
-from odc.balance.simulate.hosts import Network, Sharding, mean_compute
+from odc.balance.simulate.hosts import Network, Sharding, mean_compute, parse_network
 from odc.balance.simulate.laws import even_lengths
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Row, Run, Table, check_known, spread
 from odc.bench.harness.network import received_bytes, two_hosts, why_not
@@ -68,7 +68,6 @@ from odc.bench.harness.ranks import NotRunError, Rank, keep_from_collector
 from odc.bench.planning.paper_costs import MODELS, paper_cost
 from odc.bench.training.bubble import segments, spent_ns
 from odc.bench.training.sleeping import SleepingModel
-from odc.cli.hosts import parse_network
 from odc.fsdp_patch import observe_fsdp, patch_fsdp
 from odc.timeline import Timeline
 
