@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from odc.bench.proof.parity.cases import FACTORS, Case, all_pairs, generate, impossible, pairs
-from odc.bench.proof.parity.comparison import _judge, compare, kind_of, run_cases
+from odc.bench.proof.parity.comparison import compare
+from odc.bench.proof.parity.jobs import _judge, kind_of, run_cases
 from odc.bench.proof.parity.training import Run, largest_terms
 from odc.fsdp_patch.publishing import Turns
 from odc.minibatch.protocol import End

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import odc
 from odc.bench.proof.conformance.benchmark import COLUMNS, ROW, write_markdown
 from odc.bench.proof.conformance.cells import AXES, MEANINGS, Cell, Outcome, all_cells, run_cells, select
-from odc.bench.proof.groups import Prepare
-from odc.bench.proof.parity import comparison
+from odc.bench.proof.parity import jobs
 from odc.bench.proof.parity.cases import impossible
+from odc.bench.proof.parity.jobs import Prepare
 from odc.bench.proof.parity.training import STEPS
 from odc.cli.app import app
 from odc.fsdp_patch.session import Session
@@ -178,7 +178,7 @@ def begin_after(marker: Path, rank: int) -> None:
 
 
 def test_no_result_in_time_fails_the_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(comparison, "CASE_LIMIT_S", 0.0)
+    monkeypatch.setattr(jobs, "CASE_LIMIT_S", 0.0)
     marker = tmp_path / "over"
     cells, prepare = cells_of("fsdp2 fp32 full 1 clip"), functools.partial(begin_after, marker)
     (outcome,) = run_cells(cells, lambda outcome: marker.touch(), prepare)

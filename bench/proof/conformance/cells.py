@@ -8,8 +8,7 @@ from dataclasses import astuple, dataclass
 from fnmatch import fnmatchcase
 
 import odc
-from odc.bench.proof.groups import Prepare
-from odc.bench.proof.parity import comparison
+from odc.bench.proof.parity import comparison, jobs
 from odc.bench.proof.parity.cases import FACTORS, Case
 
 AXES = {
@@ -125,7 +124,7 @@ class Outcome:
     """Largest error of a parameter after the last step."""
 
 
-def outcome_of(cell: Cell, found: comparison.Outcome) -> Outcome:
+def outcome_of(cell: Cell, found: jobs.Outcome) -> Outcome:
     """What the outcome of its script says of a cell."""
     refusal = f"{odc.UnsupportedError.__name__}: "
     if found.status == "refused" and found.reason.startswith(refusal):
@@ -135,12 +134,12 @@ def outcome_of(cell: Cell, found: comparison.Outcome) -> Outcome:
 
 
 def run_cells(
-    cells: Sequence[Cell], on_outcome: Callable[[Outcome], None] = lambda _: None, prepare: Prepare | None = None
+    cells: Sequence[Cell], on_outcome: Callable[[Outcome], None] = lambda _: None, prepare: jobs.Prepare | None = None
 ) -> list[Outcome]:
     """Measure cells on CPU processes of this machine; the outcomes, in the order of ``cells``."""
 
-    def show(found: comparison.Outcome) -> None:
+    def show(found: jobs.Outcome) -> None:
         on_outcome(outcome_of(cells[found.number], found))
 
     cases = {number: cell.case for number, cell in enumerate(cells)}
-    return [outcome_of(cells[found.number], found) for found in comparison.run_cases(cases, show, prepare)]
+    return [outcome_of(cells[found.number], found) for found in jobs.run_cases(cases, show, prepare)]

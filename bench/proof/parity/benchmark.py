@@ -20,7 +20,8 @@ import typer
 
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
 from odc.bench.proof.parity.cases import FACTORS, generate
-from odc.bench.proof.parity.comparison import OUTCOMES, TOLERANCES, Outcome, kind_of, run_cases
+from odc.bench.proof.parity.comparison import TOLERANCES
+from odc.bench.proof.parity.jobs import OUTCOMES, Outcome, kind_of, run_cases
 
 GOOD = ("equal", "refused")
 
