@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import importlib
 import json
+import math
 import os
 import select
 import signal
@@ -31,6 +32,7 @@ LIMIT_S = 300.0
 _OTHERS_LIMIT_S = 30.0
 """How long ranks may go on when one has failed: as long as torchrun gives them."""
 _POLL_S = 0.2
+_BETWEEN_LOOKS_S = 0.01
 
 
 class Forker:
@@ -81,6 +83,35 @@ class Forker:
 def answer(facts: object) -> None:
     """In the process that forks: say so to who has started it."""
     os.write(1, json.dumps(facts).encode() + b"\n")
+
+
+KILL = "kill"
+"""In place of a job: what is sent to have all ranks of the last one killed."""
+
+
+def fork_ranks(world_size: int) -> tuple[int | None, dict[int, int]]:
+    """In a rank's process its number; in the one that forks them None, and the ranks by the ids of their processes."""
+    pids: dict[int, int] = {}
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            return rank, {}
+        pids[pid] = rank
+    return None, pids
+
+
+def reap(pids: dict[int, int]) -> None:
+    """In the process that forks: answer with the end of each rank; kill them when told to."""
+    while pids:
+        ready, _, _ = select.select([sys.stdin], [], [], _BETWEEN_LOOKS_S)
+        if ready:
+            line = sys.stdin.readline()
+            for pid in pids if not line or json.loads(line) == KILL else ():
+                os.kill(pid, signal.SIGKILL)
+        for pid in list(pids):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                answer({"rank": pids.pop(pid), "code": os.waitstatus_to_exitcode(status), "at": time.monotonic()})
 
 
 def redirect(log: Path) -> None:
@@ -145,13 +176,23 @@ class WarmLauncher(Forker):
             "at_once": ends_at_once,
             "ranks": world_size,
             "port": store.port,
-            "limit_s": limit_s,
             "environment": {**environment},
         }
         self.send(job)
-        while (codes := self.answer(_POLL_S)) is None:
-            on_wait()
-        return list(codes)
+        codes: dict[int, int] = {}
+        deadline = time.monotonic() + limit_s
+        while len(codes) < world_size:
+            end = self.answer(_POLL_S)
+            if end is None:
+                on_wait()
+            else:
+                codes[end["rank"]] = end["code"]
+                if end["code"]:
+                    deadline = min(deadline, time.monotonic() + _OTHERS_LIMIT_S)
+            if time.monotonic() > deadline:
+                self.send(KILL)
+                deadline = math.inf
+        return [codes[rank] for rank in range(world_size)]
 
 
 def output_of(folder: Path, rank: int) -> Path:
@@ -163,33 +204,13 @@ def _serve() -> dict[str, Any] | None:
     """Start the ranks of each job that is asked for. Returns in each rank, with the job, and in the end with None."""
     for line in iter(sys.stdin.readline, ""):
         job = json.loads(line)
-        children = []
-        for rank in range(job["ranks"]):
-            pid = os.fork()
-            if not pid:
-                return {**job, "rank": rank}
-            children.append(pid)
-        answer(_exit_codes(children, job["limit_s"]))
+        if job == KILL:
+            continue  # it came too late, all ranks had ended
+        rank, pids = fork_ranks(job["ranks"])
+        if rank is not None:
+            return {**job, "rank": rank}
+        reap(pids)
     return None
-
-
-def _exit_codes(children: Sequence[int], limit_s: float) -> list[int]:
-    """Of all children, in their order. When one has failed, or all are late, the others are killed."""
-    codes: dict[int, int] = {}
-    deadline = time.monotonic() + limit_s
-    while len(codes) < len(children):
-        for child in children:
-            if child in codes:
-                continue
-            if time.monotonic() > deadline:
-                os.kill(child, signal.SIGKILL)
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                codes[child] = os.waitstatus_to_exitcode(status)
-                if codes[child]:
-                    deadline = min(deadline, time.monotonic() + _OTHERS_LIMIT_S)
-        time.sleep(0.02)
-    return [codes[child] for child in children]
 
 
 def _enter(job: Mapping[str, Any]) -> None:

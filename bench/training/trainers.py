@@ -104,37 +104,40 @@ def _run_all(run: Run, scripts: list[str], ways: list[Way], repetitions: int, ra
             found = json.loads(result.read_text())
             found["samples_per_s"] *= ranks
             runs[script, way.name].append(found)
-            _check_losses(script, way, found, runs[script, PLAIN.name][0])
+            found["loss_difference"] = _loss_difference(script, way, found, runs[script, PLAIN.name][0])
             run.note(f"{place.name}: {found['samples_per_s']:.1f} samples/s")
     return runs
 
 
-def _check_losses(script: str, way: Way, run: dict[str, Any], plain: dict[str, Any]) -> None:
+def _loss_difference(script: str, way: Way, run: dict[str, Any], plain: dict[str, Any]) -> float | None:
+    """The largest from the losses of the plain launch; None: the samples of a step are others.
+
+    Raises:
+        ChildError: there are more or fewer losses, or one is too far off.
+    """
     if len(run["losses"]) != len(plain["losses"]):
         raise ChildError(
             f"{script}, {way.name}: {len(run['losses'])} steps, and {len(plain['losses'])} by {PLAIN.name}"
         )
     if way.online:
-        return
-    worst = max(abs(a - b) for a, b in zip(run["losses"], plain["losses"], strict=True))
+        return None
+    worst: float = max(abs(a - b) for a, b in zip(run["losses"], plain["losses"], strict=True))
     if worst > LARGEST_LOSS_DIFFERENCE:
         raise ChildError(f"{script}, {way.name}: a loss differs by {worst:.2g} from that of {PLAIN.name}")
+    return worst
 
 
 def _summarize(script: str, way: Way, runs: Runs) -> dict[str, Any]:
     mine, plain = runs[script, way.name], runs[script, PLAIN.name]
     rates = [run["samples_per_s"] for run in mine]
     speedups = [run["samples_per_s"] / other["samples_per_s"] for run, other in zip(mine, plain, strict=True)]
-    worst = None  # the samples of a step are others
-    if not way.online:
-        worst = max(abs(a - b) for run in mine for a, b in zip(run["losses"], plain[0]["losses"], strict=True))
     return {
         "script": script,
         "way": way.name,
         "samples_per_s": spread(rates),
         "speedup": spread(speedups),
         "final_loss": mine[0]["losses"][-1],
-        "largest_loss_difference": worst,
+        "largest_loss_difference": None if way.online else max(run["loss_difference"] for run in mine),
     }
 
 

@@ -15,20 +15,13 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from odc.bench.harness.warm_launch import Forker
-from odc.bench.proof.chaos.script import KILL, WRONG_NUMBERS
-from odc.bench.proof.chaos.trials import DIFFER, STORE, Trial
+from odc.bench.harness.warm_launch import KILL, Forker
+from odc.bench.proof.chaos.script import WRONG_NUMBERS
+from odc.bench.proof.chaos.trials import DIFFER, SIGNALS, STORE, Trial
 
 TRIAL_LIMIT_S = 60.0  # from its start, whatever happens
 _GRACE_S = 8.0  # to tell what is late from what hangs
 _BETWEEN_LOOKS_S = 0.02
-_SIGNALS = {
-    "kill": signal.SIGKILL,
-    "pause": signal.SIGSTOP,
-    "stop": signal.SIGSTOP,
-    "terminate": signal.SIGTERM,
-    "interrupt": signal.SIGINT,
-}
 OUTCOMES = {
     "right": "as promised",
     "unnamed": "a rank's last error names nobody",
@@ -113,7 +106,7 @@ class Ranks(Forker):
                 if send_at is None and (folder / f"training{max(trial.victim, 0)}").exists():
                     send_at = now + trial.delay_s
                 elif send_at is not None and now >= send_at:
-                    os.kill(victim, _SIGNALS[trial.action])
+                    os.kill(victim, SIGNALS[trial.action])
                     seen.happened_at, send_at = now, 0.0
             if trial.action in ("pause", "stop") and trial.victim not in seen.ends and _is_stopped(victim):
                 seen.happened_at = seen.happened_at or now

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import odc
 from odc.balance import LinearCost, Minibatch, MinibatchLoader, MinibatchSampler
 from odc.bench.harness.ranks import die_with_parent, keep_from_collector, meet
-from odc.bench.harness.warm_launch import answer, redirect
+from odc.bench.harness.warm_launch import KILL, answer, fork_ranks, reap, redirect
 from odc.bench.proof.chaos.trials import (
     CLAIM,
     COLLECTIVE_LIMIT_S,
@@ -40,6 +39,7 @@ from odc.bench.proof.chaos.trials import (
     EXIT_CODE,
     INJECTED,
     RAISED,
+    SIGNALS,
     SILENCE_LIMIT_S,
     STEPS,
     Trial,
@@ -79,7 +79,6 @@ class Fault:
         self._act()
 
     def _act(self) -> None:
-        signals = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
         if self._action == DIFFER:
             return
         if self._action == "raise":
@@ -90,7 +89,7 @@ class Fault:
             os._exit(0)
         if self._action == "segfault":
             ctypes.string_at(0)
-        os.kill(os.getpid(), signals.get(self._action, signal.SIGSTOP))
+        os.kill(os.getpid(), SIGNALS[self._action])
 
 
 class AllTokens(torch.autograd.Function):
@@ -325,8 +324,6 @@ def _check(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
 # The process that forks the ranks
 
 
-KILL = "kill"
-_BETWEEN_LOOKS_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -343,18 +340,15 @@ def serve() -> tuple[Trial, int, Path] | None:
         if (order := json.loads(line)) == KILL:
             continue  # it came too late, all ranks had ended
         trial, folder = Trial(**order["trial"]), Path(order["folder"])
-        pids: dict[int, int] = {}
-        for rank in range(trial.world_size):
-            pid = os.fork()
-            if pid == 0:
-                _enter(rank, folder)
-                return trial, rank, folder
-            pids[pid] = rank
+        rank, pids = fork_ranks(trial.world_size)
+        if rank is not None:
+            _enter(rank, folder)
+            return trial, rank, folder
         store = [os.fork()] if trial.late else []
         if store == [0]:
             keep_store(folder)
         answer({"pids": [*pids, *store]})
-        _reap(pids)
+        reap(pids)
         for pid in store:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -367,20 +361,6 @@ def _enter(rank: int, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where all this runs in the background
     redirect(folder / f"log{rank}")
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder / "tmp")
-
-
-def _reap(pids: dict[int, int]) -> None:
-    """Report each rank's end; kill them when told to."""
-    while pids:
-        ready, _, _ = select.select([sys.stdin], [], [], _BETWEEN_LOOKS_S)
-        if ready:
-            line = sys.stdin.readline()
-            for pid in pids if not line or json.loads(line) == KILL else ():
-                os.kill(pid, signal.SIGKILL)
-        for pid in list(pids):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                answer({"rank": pids.pop(pid), "code": os.waitstatus_to_exitcode(status), "at": time.monotonic()})
 
 
 def _children() -> list[str]:

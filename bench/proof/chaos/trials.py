@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -73,7 +74,14 @@ STORE = -1
 """In place of a rank: the process of the store through which ranks tell each other what they have begun."""
 CLAIM = "claim"
 CLAIMS = "between the claim of a sample that is bound late and its microbatch"
-SIGNALLED = ("kill", "pause", "stop", "terminate", "interrupt")
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "pause": signal.SIGSTOP,
+    "stop": signal.SIGSTOP,
+    "terminate": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+}
+"""Of the actions that are a signal, from outside or by the rank to itself."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +254,7 @@ def _pairs(trial: Trial) -> list[tuple[object, ...]]:
 
 def _is_possible(action: str, phase: str) -> bool:
     if phase == "any":
-        return action in SIGNALLED
+        return action in SIGNALS
     if phase == "set-up" and action == "stop":
         return False  # set-up waits for ten minutes at the least, as it is documented to
     return phase != "publish" or action in INJECTED
