@@ -1,1 +1,1 @@
-"""Benchmarks and committed results: ``odc bench``. Nothing but the command line imports this room."""
+"""Benchmarks and committed results: ``odc bench``. Only the command line imports this room."""

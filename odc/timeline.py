@@ -105,7 +105,8 @@ class MinibatchStats:
 
     @property
     def bubble_rate(self) -> float:
-        """The fraction of all ranks' time, from 0 to 1, that was not compute: waits and ODC's transfers."""
+        """The overhead rate: the fraction of all ranks' time, from 0 to 1, that was not compute, but waits and ODC's
+        transfers. In plans and benchmarks the bubble rate is waiting alone."""
         return max(0.0, 1 - sum(self.compute_s.values()) / (len(self.compute_s) * self.seconds))
 
     @property
@@ -114,7 +115,7 @@ class MinibatchStats:
         return max(self.compute_s, key=self.compute_s.__getitem__)
 
     def metrics(self) -> dict[str, float]:
-        """Values for a logger: the bubble rate, the seconds that this rank waited for others, the slowest rank."""
+        """Values for a logger: the overhead rate, the seconds that this rank waited for others, the slowest rank."""
         return {
             "odc/bubble_rate": self.bubble_rate,
             "odc/waiting_s": self.done.wait_s,
@@ -124,7 +125,7 @@ class MinibatchStats:
     def __str__(self) -> str:
         slowest, least_s = self.slowest_rank, min(self.compute_s.values())
         return (
-            f"minibatch {self.number}: {self.seconds:.2f} s, bubble {100 * self.bubble_rate:.0f} %, rank {slowest} "
+            f"minibatch {self.number}: {self.seconds:.2f} s, overhead {100 * self.bubble_rate:.0f} %, rank {slowest} "
             f"computed longest ({self.compute_s[slowest]:.2f} s, the least {least_s:.2f} s)"
         )
 

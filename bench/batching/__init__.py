@@ -1,1 +1,1 @@
-"""Batches of streams: simulated, beside other packages, and what loading costs."""
+"""Batches of data streams: how many there are, how long ranks wait, what loading costs."""

@@ -1,18 +1,24 @@
 """What batches an epoch has under online dynamic batching: the paper's updates and padding, rebuilt from lengths alone.
 
-Samples are drawn from the shipped laws of Table 10 of the paper on Online Dynamic Batching (ODB), as many as its
-Tables 13 and 14 have trained on (updates x samples per update: 95 % of each data set). Each of 8 ranks has a pool of
-1024 of its share, which becomes groups of a token budget; the ranks are aligned, what was returned goes back into the
-pool, and the pool is filled up. GMT is the paper's offline comparator: all samples sorted, cut into padded batches of
-the budget, dealt out to the ranks. Standard has batches of a fixed size.
+The first table rebuilds Tables 13 and 14 of the paper on Online Dynamic Batching (ODB). Samples are drawn from the
+shipped laws of its Table 10. Their number is what the paper trained on (updates x samples per update: 95 % of each data
+set). There are 8 ranks. Methods:
 
-The second table is how long ranks wait. Under collectives, where each step waits for the slowest rank: ODB's alignment
-("dgap"), batches of a sorted pool ("pool-sort"), steps of equal cost ("steps"). With on-demand communication, where
-ranks need not run in step: equal quotas of cost, each rank's from its own pool ("minibatch"), packed. Costs are those
-of the 1.5B model of the ODC paper (:mod:`.paper_costs`). All of it are the loader's own rounds, without data.
+    odb         each rank fills a pool of 1024 samples from its share and groups them by a token budget. The ranks align
+                their numbers of batches; samples that are left over go back into the pools
+    gmt         the paper's offline comparator: all samples are sorted, cut into padded batches of the token budget, and
+                dealt out to the ranks
+    standard    batches of a fixed size
 
-The third is ODB's Tables 4 and 5: how many samples of an epoch may be dropped without join, and how many come twice
-because ranks do not divide their number.
+The second table shows how long ranks wait. Costs are those of the 1.5B model of the ODC paper (:mod:`.paper_costs`).
+The loader's own code forms the batches; there is no data behind the lengths.
+
+    dgap, pool-sort, steps      for collectives, where each step waits for the slowest rank: ODB's alignment, batches of
+                                a sorted pool, steps of equal cost
+    minibatch                   for on-demand communication: each rank packs an equal quota of cost from its own pool
+
+The third table rebuilds ODB's Tables 4 and 5: how many samples of an epoch may be dropped without join, and how many
+come twice because the number of ranks does not divide the number of samples.
 
 Not covered: accuracy and samples per second, which need the models and the GPUs.
 """

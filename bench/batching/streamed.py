@@ -1,8 +1,7 @@
-"""An epoch of a stream on all ranks, in one process: the loader's own rounds, without data behind them.
+"""An epoch of a stream on all ranks, simulated in one process by the loader's own code, without data.
 
-Which samples every rank trains on in each step, and so what the step costs, follows from the lengths alone.
-
-And how long ranks wait in it, by the way in which samples are grouped.
+The lengths alone decide which samples each rank trains on in each step, and so what the step costs. The second half of
+this module measures how long ranks wait in such an epoch, for each way to group samples.
 """
 
 from __future__ import annotations

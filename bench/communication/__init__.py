@@ -1,1 +1,1 @@
-"""What the primitives and their host work cost."""
+"""What ODC's primitives cost: bandwidth, host time, memory."""

@@ -1,34 +1,34 @@
-"""What ODC adds to FSDP2's own host time, for each unit and microbatch, by what it goes into; bytes aside.
+"""What ODC adds to FSDP2's own host time, for each unit and microbatch, part by part; copying bytes is apart.
 
-On a GPU the host has to launch all work in less time than the work takes. What FSDP2 needs for that, in Python, is
-measured here, and what it needs in addition under ODC. Units pose as decoder layers: of 12 parameters seven are
-matrices, of 256 elements, the others vectors, of 16, which ODC counts as large and small ones. Nobody computes with
-them; their gradients are made out of nothing. So no time goes into arithmetic or bytes.
+On a GPU the host has to launch all work in less time than the work takes. This benchmark measures the Python time that
+FSDP2 needs for launching, and what ODC needs in addition. Units pose as decoder layers: of 12 parameters seven are
+matrices of 256 elements and five are vectors of 16, which ODC treats as large and small parameters. The layers compute
+nothing, and their gradients are empty tensors, so no time goes into arithmetic or bytes.
 
-Kinds of microbatch take turns, one forward and backward each: of the model without FSDP; sharded by FSDP2, with
-transfers that do nothing in place of its collectives; and patched, with some of ODC doing nothing. Ranks take turns,
-too: one computes, the others wait in a receive of gloo, which takes no core. The figure is the CPU time of the thread
-that trains, over the units. From these:
+A microbatch is one forward and backward. Three kinds of model take turns: one without FSDP; one sharded by FSDP2 whose
+collectives are replaced by transfers that do nothing; and one patched by ODC, some of whose operations do nothing.
+Ranks take turns, too: while one computes, the others wait in a receive of gloo, which takes no core. The figure is the
+CPU time of the thread that trains, divided by the number of units. The parts are differences of such figures:
 
-    FSDP2's own     with transfers that do nothing, less the same model without FSDP; while nothing is patched
-    other models    what a model that is not patched needs more while another one is
-    staging         of FSDP2's own: the three functions that copy through its flat buffers, but for the memory of
-                    parameters. ODC, which works in place, does not call them
-    interception    what ODC does instead of them, between FSDP2 and its transfers and guard, which do nothing here:
-                    how it enters, memory of parameters, gradients that are pending, small parameters and their
-                    gradients together
-    guard           looks whether the script has changed parameters behind a publication
-    transfers       two gathers (or one with --keep) and one push, but for what they copy and add
-    all of ODC      the last three, less staging
-    bytes           what they copy and add, to and from the shared memory of one host: a call of torch for each rank
+    FSDP2's own     FSDP2 with transfers that do nothing, less the model without FSDP, while no model is patched
+    other models    what a model that is not patched needs more while another model is patched
+    staging         a part of FSDP2's own: the three functions that copy through its flat buffers, except for
+                    allocating parameters. ODC in place does not call these functions
+    interception    what ODC does in place of these functions, while its transfers and its guard do nothing: entering
+                    FSDP2, allocating parameters, keeping pending gradients, joining small parameters
+    guard           the check whether the script has changed parameters after they were published
+    transfers       two gathers (one with --keep) and one push, without copying and adding
+    all of ODC      interception, guard and transfers, less staging
+    bytes           copying and adding, to and from the shared memory of one host: a call of torch for each rank
 
-The second table compares two ways of ODC: in place, and with ODC_STAGING=on, through FSDP2's buffers. What is compared
-is the sum of FSDP2's own and all of ODC. And the same of units all of whose parameters are small, with what is copied
-and added: in place these travel together.
+The second table compares two ways of ODC, in place and through FSDP2's flat buffers (ODC_STAGING=on), by the sum of
+FSDP2's own and all of ODC. It also shows a model whose parameters are all small, with copying and adding: in place,
+small parameters travel together.
 
-Differences are taken within a repetition, some rounds of all kinds, so that a machine that is slower for a while is so
-for all; shown are the medians over repetitions and ranks, with the 20th and 80th percentile. What a minibatch costs
-once (its end, publishing) and GPUs are not covered.
+Differences are taken within a repetition, which has some rounds of all kinds, so that slow moments of the machine
+affect all kinds alike. The tables show medians over repetitions and ranks, with the 20th and 80th percentile.
+
+Not covered: what happens once per minibatch (its end, publishing), and GPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks lose when another one is late: minibatches of emulated compute, over collectives and with ODC."""
+"""What the other ranks lose when one rank is late: minibatches of emulated compute, over collectives and with ODC."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""How much longer a gather takes where ranks that are out of step meet at one owner. Links as fluids, no bytes.
+"""How much longer a gather takes where several ranks read from one owner at the same time. Links as fluids, no bytes.
 
     odc bench links
 
-Each rank computes, gathers, computes, and so on; how long it computes is drawn anew each time, so that ranks are out of
-step. Each has a link that takes in as much as it gives out (NVLink through a switch), and all that crosses shares links
-as max-min fairness has it: nobody gets less so that somebody gets more who has more already. A gather reads from all
-other ranks, from one after the other, from two at a time, or from all of them.
+Each rank computes, gathers, computes, and so on. The time that it computes is drawn anew each time, so that ranks are
+out of step. Each rank has a link that carries as much in as out (NVLink through a switch). All transfers share the
+links with max-min fairness: no transfer is slowed down to speed up one that is faster already. A gather reads from all
+other ranks: from one after the other, from two at a time, or from all at once.
 
-One after the other, ranks in step form a ring and take turns; out of step they meet. The kernels' programs begin with
-owners side by side, so that a launch is with all of them; copies are ordered so that two engines are with two.
+With one owner after the other, ranks that are in step form a ring and never meet at an owner; ranks that are out of
+step do. Two at a time is how copies are ordered for two copy engines. All at once is how the kernels read: neighbouring
+programs of a launch begin with different owners.
 
-Not covered: latency, messages of different sizes, what else uses a link.
+Not covered: latency, messages of different sizes, other traffic on a link.
 """
 
 from __future__ import annotations

@@ -1,42 +1,44 @@
 """Peak memory of a rank in a training step of an FSDP2 model: collectives, ODC staged, in place, by unit.
 
-The model is blocks of a transformer (attention of one head, a feed-forward of four times the width, two norms), each a
-unit, in float32, trained by AdamW. A microbatch is a few tokens, so activations are small beside a unit. A step has two
-microbatches: in the last one all gradients that a way keeps are there. The ways:
+The model is a stack of transformer blocks (attention with one head, a feed-forward layer of four times the width, two
+norms), each a unit, in float32, trained by AdamW. A microbatch is a few tokens, so activations are small beside a unit.
+A step has two microbatches: during the last one all gradients that a way keeps exist. The ways:
 
-    FSDP2           as torch has it, collectives by gloo
+    FSDP2           FSDP2 as it is, with gloo's collectives
     ODC staged      with ODC_STAGING=on: through FSDP2's flat buffers
     ODC in place    gathers write the parameters, pushes read the gradients
-    ODC by unit     the same, with odc.step_by_unit in place of the optimizer's step: of the gradients that the script
-                    holds, those of one unit are there at once. They are counted in the rest
+    ODC by unit     as in place, with odc.step_by_unit instead of the optimizer's step: of the gradients that the script
+                    holds, only those of one unit exist at a time. They are counted in "rest"
 
-What the memory of the peak is, first table:
+The first table divides the memory at the peak:
 
     parameters, gradients, AdamW    the rank's shards, as the script holds them
-    published, sums                 what ODC has more: the shard that others read, and the sum that others add to.
-                                    Shared memory, counted at its owner, not where others map it
-    other shared                    signals, and what is rounded to pages
+    published, sums                 what ODC adds: the shard that others read, and the sum that others add to. Both are
+                                    shared memory, counted at its owner, not where others map it
+    other shared                    signals, and rounding to pages
     rest                            the peak less all of these: gathered parameters, unsharded gradients, buffers,
-                                    activations. A way that makes its gradients when the backward is over can have none
+                                    activations. A way that makes its gradients after the backward can have none
 
-Second table, by phase of the step: the peak beside parameters, AdamW's state and those gradients that the script holds
-in this phase, in units. One of gathered parameters and one of gradients has to be there in a backward. The end is the
-optimizer's step, with what ODC does before it. And the largest single buffer: in place none is as large as a unit.
+The second table shows, for each phase of the step, the peak without parameters, AdamW's state and the gradients that
+the script holds in this phase, in units. In a backward one unit of gathered parameters and one of gradients are needed.
+The phase "end" is the optimizer's step with what ODC does before it. The last column is the largest single buffer: in
+place no buffer is as large as a unit.
 
-How the peak is found. The kernel keeps the high water mark of resident memory (VmHWM), which is reset before each phase
-(/proc/self/clear_refs). So no peak falls between two samples, as it could with a thread that reads smaps, and memory is
-seen whoever has allocated it: a count of torch's allocations would not see gloo's buffers. From the mark goes what is
-resident of shared memory and of files, neither of which changes within a phase, and what the process had before it made
-the model, behind a step of a shorter one, for which libraries have made their own buffers. malloc is told to return
-everything from 64 KiB on to the kernel at once, or the mark would show what it keeps. Anonymous memory is what is left:
-ranks are forks, and pages that a fork shares count for it, before and after. The kernel may be wrong by some hundred
-KiB (it sums up its counters now and then).
+How the peak is found: the kernel keeps the high water mark of resident memory (VmHWM), which is reset before each phase
+(/proc/self/clear_refs). So no peak is missed between two samples, and memory is seen whatever has allocated it; torch's
+own counters would not see gloo's buffers. Three things are subtracted: resident shared memory and files, which do not
+change within a phase, and the memory that the process had before it made the model. (A shorter model has trained a step
+by then, so that libraries have made their own buffers.) malloc is told to return pieces from 64 KiB on to the kernel at
+once, or the mark would include what malloc keeps. Ranks are forks; pages that a fork shares with its parent count for
+it before and after. The kernel may be wrong by some hundred KiB, since it sums up its counters now and then.
 
-The largest buffer is from torch's profiler, which sees each allocation on the CPU, in a step of its own.
+The largest buffer comes from torch's profiler, which sees each allocation on the CPU, in a step of its own.
 
-Of the steps behind the first the least counts: what libraries load or keep for themselves comes on top, now and then.
-Of the ranks the one whose peak is the largest. Not covered: GPUs, whose allocator keeps what is freed;
-bfloat16; units that are not resharded behind the forward (FSDP2 does so with the outermost one, here a norm).
+Of the steps after the first the one with the lowest peak counts, because libraries allocate for themselves now and
+then. Of the ranks the one with the highest peak counts.
+
+Not covered: GPUs, whose allocator keeps freed memory; bfloat16; units that are not resharded after the forward (FSDP2
+does so with the outermost unit, here a norm).
 """
 
 from __future__ import annotations

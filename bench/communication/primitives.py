@@ -4,25 +4,26 @@
     odc bench primitives -b 64M -e 1G -f 2 --dtype bf16
     torchrun --nproc-per-node 8 -m odc bench primitives       torchrun's ranks, also of several hosts
 
-With GPUs the baseline is NCCL, where each rank has one of its own (NCCL refuses to share one); on CPUs it is gloo. All
-ranks launch each operation together, after a barrier, as in the paper (section 5.4), so that the one-sided ones do not
-profit from their freedom. Operations take turns, so that a drift of the machine's speed meets all of them. A sample is
-the slowest rank's time; shown are medians over repetitions, and ``--json`` has the 20th and 80th percentile, too.
+The baseline is NCCL where each rank has a GPU of its own (NCCL refuses to share one), and gloo on CPUs. All ranks
+launch each operation together, after a barrier, as in the paper (section 5.4), so that one-sided operations do not
+profit from their freedom. Operations take turns, so that a drift of the machine's speed affects all of them. A sample
+is the slowest rank's time. The table shows medians over repetitions; ``--json`` also has the 20th and 80th percentile.
 
-    size     of the whole gathered output of a rank, or of its whole gradient
+    size     of a rank's whole gathered output, or of its whole gradient
     busbw    of gathers, pushes and collectives: size / time * (ranks - 1) / ranks, the bytes that cross between ranks;
-             of "copy" and "add": size / time. "copy" is ``out.copy_(x)``, "add" ``sum.add_(x)`` in private memory, by
-             all ranks at the same time: what the memory allows (dashed in the picture)
-    wrong    elements of all ranks that differ from what they must be, in one more minibatch; of ranks' sums, too
+             of "copy" and "add": size / time. "copy" is ``out.copy_(x)``, "add" is ``sum.add_(x)``, both in private
+             memory, by all ranks at the same time: what the memory allows (dashed in the picture)
+    wrong    wrong elements on all ranks, outputs and sums, in one more minibatch
 
 Both all-gather forms are called as FSDP2 calls them: a rank's own shard lies in its place of the output already. On a
-CPU each call is timed by itself, and the pushes of one repetition include the first one of a minibatch, which copies,
-and later ones, which add. On a GPU ``--pushes`` calls are timed together with the wait for the device behind them, and
-those of pushes with the end of the minibatch: then all are in their owners' sums.
+CPU each call is timed by itself. The pushes of one repetition include the first push of a minibatch, which copies, and
+later ones, which add. On a GPU ``--pushes`` calls are timed together, up to the moment when the device has done them;
+for pushes this includes the end of the minibatch, when all are in their owners' sums.
 
-Under load: one rank is 200 ms late in each microbatch, always the last rank, or each in turn. What the others lose is
-what they need longer, up to their own last push, than with nobody late; what the minibatch loses is that of its end.
-Under collectives each waits for the late one at once. With on-demand communication they wait once, at the end.
+Under load: one rank is 200 ms late in each microbatch, always the last rank, or each rank in turn. The others lose the
+time that they need longer to their own last push than when no rank is late. The minibatch loses the time that its end
+comes later. Under collectives each rank waits for the late one at once; with on-demand communication ranks wait once,
+at the end.
 
 Not covered: compute beside the communication, several units of one size.
 """

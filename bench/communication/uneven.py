@@ -1,14 +1,15 @@
 """Ranks with uneven work: what a fast rank's device needs beyond its own computation, and the whole minibatch.
 
-On this machine's GPUs, or without one on streams that pose as a GPU's (threads that lag behind their host); all else is
-the real code. Two minibatches: one rank computes ten times as slowly as the others; one has a single long microbatch
-where the others have four short ones of the same total.
+The benchmark runs on this machine's GPUs; without one, on streams that pose as a GPU's (threads that lag behind their
+host). All other code is the real one. There are two minibatches. In the first, one rank computes ten times as slowly as
+the others. In the second, one rank has a single long microbatch where the others have four short ones of the same
+total.
 
-    fast ranks   seconds from the first gather to the last push, on the device, of the slowest of all ranks but rank 0
-    of own       the same over what the computation alone takes, beside it in the same run, with the same gathers and
-                 pushes on the rank's own memory: aim 1.3
-    minibatch    seconds to the moment when gradients are final everywhere
-    of longest   the same over the longest computation alone of any rank: aim 1.15
+    fast ranks   seconds from the first gather to the last push, on the device, of the slowest rank except rank 0
+    of own       this time over that of the rank's computation alone, which is measured beside it in the same run, with
+                 the same gathers and pushes on the rank's own memory: the aim is 1.3
+    minibatch    seconds to the moment when gradients are final on all ranks
+    of longest   this time over the longest computation alone of any rank: the aim is 1.15
     lockstep     what the minibatch would take if ranks waited for each other at every unit
 """
 

@@ -1,1 +1,1 @@
-"""Devices without a GPU: streams, hardware queues and handles, on host memory."""
+"""Stand-ins for a GPU on host memory: streams, hardware queues and memory handles."""

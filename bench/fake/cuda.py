@@ -1,11 +1,12 @@
-"""A CUDA runtime without a GPU: what the ``cuda_ipc`` transport asks of a device, on host memory.
+"""A stand-in for the CUDA runtime, on host memory: what the ``cuda_ipc`` transport asks of a device.
 
-Device memory is a memfd, an IPC handle names it by process and descriptor, and a stream is a thread (``streams.py``).
-With a number of hardware queues, streams share them in turn, and a queue does one thing after the other, whichever of
-its streams it is of: that is stricter than a device, which goes on with another stream while a kernel runs.
+Device memory is a memfd, an IPC handle names the memory by process and descriptor, and a stream is a thread
+(``streams.py``). Streams may share a number of hardware queues. A queue does one thing after the other, whichever
+stream has asked for it. That is stricter than a device, which goes on with another stream while a kernel runs.
+
 Everything above :class:`odc.cuda.runtime.CudaRuntime` is the real code: the transport, its set-up and its end, the
-order of streams, the protocol, the daemon. What this cannot show: that CUDA, cupy and the kernels do what their
-documentation says; ``odc bench gpu`` shows that.
+order of streams, the protocol, the daemon. Tests on this stand-in cannot show that CUDA, cupy and the kernels do what
+their documentation says; ``odc bench gpu`` shows that.
 """
 
 from __future__ import annotations

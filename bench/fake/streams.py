@@ -1,4 +1,4 @@
-"""Streams without a GPU: threads that do what they are given in order, later, and after random delays."""
+"""Streams without a GPU: threads that do the work that they are given in order, later, and after random delays."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Check ``bandwidth`` and ``peer_bandwidth``: the primitives, with both ways to push, and the two ways of a gather.
+"""Checks ``bandwidth`` and ``peer_bandwidth``: the primitives, with both ways to push, and the two ways of a gather.
 
-The operations and their times are those of :mod:`odc.bench.communication.primitives`. The GB/s column counts what a
-rank receives, (ranks - 1) / ranks of the size, and for "copy" and "add" the size. The table of transfers compares the
-two ways of a gather, copy engines and a kernel, on the peers' memory itself: ``--transfer-table`` saves it.
+Operations and their times are those of :mod:`odc.bench.communication.primitives`. The GB/s column counts the bytes that
+a rank receives, (ranks - 1) / ranks of the size; for "copy" and "add" it counts the size. The table of transfers
+compares the two ways of a gather, copy engines and a kernel, on the peers' memory itself. ``--transfer-table`` saves
+this table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPU: calls of torch.cuda with types, times of operations side by side, and what the machine has or lacks."""
+"""The GPU: calls of torch.cuda with types, times of operations side by side, and a description of the machine."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Does ODC work on the GPUs of this machine? What no machine without a GPU can check.
+"""Does ODC work on the GPUs of this machine? What cannot be checked on a machine without a GPU.
 
     odc bench gpu
     odc bench gpu --quick                          a first look, a few minutes
     odc bench gpu --only kernels --only transport  some checks only
 
-Every check runs in processes of its own, under a time limit: one that fails, crashes or hangs does not stop the others.
-Ranks share a GPU if there are fewer GPUs than ranks (the process group is gloo then); with enough GPUs each rank has
-its own, and NCCL is the baseline. What cannot be checked here is listed as "not run" with the reason, never as passed.
-The file of --json is written after each check.
+Every check runs in processes of its own, under a time limit: a check that fails, crashes or hangs does not stop the
+others. Ranks share a GPU if there are fewer GPUs than ranks (the process group is gloo then). With enough GPUs each
+rank has its own, and NCCL is the baseline. A check that cannot run here is listed as "not run" with the reason, never
+as passed. The file of --json is written after each check.
 
-Nothing is downloaded, and nothing outside of the given files is written. Give it an idle machine: a busy one fails the
-checks of speed.
+Nothing is downloaded, and nothing outside of the given files is written. Give it an idle machine: on a busy one the
+checks of speed fail.
 
 Not covered: more than one host (bench/slurm has scripts for that), large models, other accelerators.
 

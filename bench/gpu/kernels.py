@@ -1,4 +1,4 @@
-"""Check ``kernels``: every Triton kernel against its plain-torch twin, on the GPU; also where offsets are wide."""
+"""Check ``kernels``: every Triton kernel against its plain-torch twin, on the GPU, also at offsets beyond 2**31."""
 
 from __future__ import annotations
 

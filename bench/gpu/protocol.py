@@ -1,4 +1,4 @@
-"""Checks ``protocol``, ``soak`` and ``items``: random minibatches, pushes and encoders' outputs on streams."""
+"""Checks ``protocol``, ``soak`` and ``items``: random minibatches, many pushes, and outputs of encoders, on streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check is told and what it answers; and each check in a process group of its own."""
+"""What a check is given and what it returns; each check runs in a process group of its own."""
 
 from __future__ import annotations
 

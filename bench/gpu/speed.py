@@ -1,4 +1,4 @@
-"""Checks ``kernel_speed``, ``overlap`` and ``host_time``: what kernels, transfers and asking for them cost."""
+"""Checks ``kernel_speed``, ``overlap`` and ``host_time``: what kernels, transfers and the calls for them cost."""
 
 from __future__ import annotations
 

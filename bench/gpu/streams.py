@@ -1,7 +1,7 @@
-"""Streams of a rank by name, slow work on them, comparisons that no host waits for; and random minibatches on streams.
+"""Named streams of a rank, slow work on them, comparisons without a waiting host; and random minibatches on streams.
 
-On a GPU these are torch's streams. On a CPU the transport's engine may have streams of its own (a fake of the tests);
-work then goes through ``engine.run`` and happens later, in the order of its stream.
+On a GPU these are torch's streams. On a CPU the transport's engine may have streams of its own (``bench/fake``); work
+then goes through ``engine.run`` and happens later, in the order of its stream.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks ``sft`` and ``forms``, and what training checks share: small models, sharded by either FSDP, and one loop."""
+"""Checks ``sft`` and ``forms``, and what checks of training share: small models, either FSDP, one loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks ``uneven`` and ``late_binding``: ranks of different speed, or with different work."""
+"""Checks ``uneven`` and ``late_binding``: ranks of different speed, or with different amounts of work."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a benchmark declares, and what it is given while it measures.
+"""What a benchmark declares, and the :class:`Run` that it is given while it measures.
 
-A benchmark is one module: options and measuring are a function, which returns the entries of the result; lists of rows
-among them are shown as the tables that the module declares. :data:`BENCHMARK` holds these together::
+A benchmark is one module. Its function ``measure`` has the options as parameters and returns the entries of the result.
+Entries that are lists of rows are shown as the tables that the module declares. :data:`BENCHMARK` holds all this::
 
     def measure(run: Run, repetitions: Annotated[int, typer.Option(min=1, help="Draws of costs.")] = 7) -> Entries:
         run.begin(repetitions)

@@ -1,6 +1,6 @@
-"""Which benchmarks there are. A new one: its module in a room, and a line here.
+"""The list of benchmarks. A new benchmark is a module in a room, and a line here.
 
-To list them nothing is imported: a benchmark's module loads torch.
+Listing the benchmarks imports none of them: their modules load torch.
 """
 
 from __future__ import annotations

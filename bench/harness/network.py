@@ -1,7 +1,7 @@
-"""Two hosts and a switch on one machine: network namespaces, so that the network between them can be slow, or cut.
+"""Two hosts and a switch on one machine: network namespaces, whose network can be slow or cut.
 
-Ranks that enter a host have its addresses, its routes and its name. Nothing is made up for them: hosts are told apart
-and addresses found as between real machines. Needs root and iproute2.
+A rank that enters a host has this host's addresses, routes and name. ODC tells these hosts apart and finds their
+addresses as it does between real machines. Needs root and iproute2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The picture of a result (``--plot``). Needs matplotlib, which nothing else here does."""
+"""The picture of a result (``--plot``). This module alone needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of a benchmark as processes of this machine: started, joined into a group, never left behind."""
+"""Ranks of a benchmark as processes of this machine: started, joined into a process group, and always ended."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Results as tables, two of them side by side, and the figures of documents.
+"""Results as tables, two results side by side, and the figures of documents.
 
-The figures of README.md and of documents, from the committed results: ``odc bench figures``.
-
-A figure is a sentence or a row of a table with numbers in it. Which numbers it has now does not matter for finding it;
-words that a result would change (how many repetitions) have to be changed by hand. What is said of a result stands in
-the module of its benchmark.
+``odc bench figures`` writes the figures of README.md and of documents from the committed results. A figure is a
+sentence or a row of a table with numbers in it. The place of a figure is found by its words, whatever its numbers are
+now. Words that depend on a result (how many repetitions) have to be changed by hand. The module of a benchmark says
+which figures its result has.
 """
 
 from __future__ import annotations

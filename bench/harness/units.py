@@ -1,4 +1,4 @@
-"""Runtimes without FSDP: units of one parameter, and the order in which FSDP would use them."""
+"""Runtimes without FSDP: units of one parameter, and the order in which FSDP uses its units."""
 
 from __future__ import annotations
 

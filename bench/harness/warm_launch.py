@@ -1,7 +1,7 @@
 """Launches of training scripts without the seconds of importing: ranks are forks of a process that has the libraries.
 
-What ``torchrun`` and ``odc run`` do with their options is not part of it: each rank does what ``torchrun script.py`` or
-``torchrun -m odc.run script.py`` has it do, in a process of its own that ends like any other interpreter, or sooner.
+Each rank does what ``torchrun script.py`` or ``torchrun -m odc.run script.py`` makes a rank do, in a process of its own
+that ends like any other interpreter, or sooner. The options of ``torchrun`` and ``odc run`` are not covered.
 """
 
 from __future__ import annotations

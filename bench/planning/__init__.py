@@ -1,1 +1,1 @@
-"""Plans: how good, how fast, and beside the papers' figures."""
+"""Plans: how good they are, how fast they are made, and the papers' figures beside them."""

@@ -1,23 +1,25 @@
 """What balancing every phase of a model of several modalities gains, by plans alone: OrchMLLM's models and ranks.
 
-Lengths are drawn from a law of samples (:mod:`odc.balance.simulate.modalities`), costs are counted FLOPs of the models
-of table 1 (:mod:`.multimodal_sizes`), and time is cost: each phase is planned as in training, and worked out
-by :func:`odc.balance.multimodal.step_times`. Ways to train, on the same samples, with collectives and with ODC:
+Lengths are drawn from a law of samples (:mod:`odc.balance.simulate.modalities`). Costs are counted FLOPs of the models
+of table 1 (:mod:`.multimodal_sizes`), and time is cost. Each phase is planned as in training, and
+:func:`odc.balance.multimodal.step_times` computes how long a step takes. The ways to train, on the same samples, each
+with collectives and with ODC:
 
     none             samples stay where they were read
-    language         the language model is balanced, encoders work where its samples are (pre-balancing)
-    whole            samples are balanced by what they cost in all phases together, and encoded where they are: no item
+    language         the language model is balanced; encoders work where its samples are (pre-balancing)
+    whole            samples are balanced by their cost in all phases together, and encoded where they are: no item
                      moves. Without lockstep a rank may be late in one phase if it is early in another
     all              every phase is balanced by itself (post-balancing)
 
-``ratio`` is throughput over that of none under collectives. ``busy`` is the time that all ranks spend on FLOPs without
-padding, over all their time: what the paper's MFU counts, in units of the MFU that a rank has while it computes.
-``bubble`` counts padding as work. On 2560 ranks the paper's baseline without balance had smaller minibatches, for which
-memory sufficed; its ``ratio`` is also given against that.
+``ratio`` is throughput over that of "none" under collectives. ``busy`` is the time that all ranks spend on FLOPs
+without padding, over all their time; this is what the paper's MFU counts, in units of the MFU that a rank has while it
+computes. ``bubble`` counts padding as work. On 2560 ranks the paper's baseline without balance had smaller minibatches,
+because its memory sufficed for no more; ``ratio`` is also given against that baseline.
 
-Then the ablations, on 128 ranks: the algorithm of one encoder used for the other (figure 11), an all-gather in place of
-the all-to-all (equations 3 and 4, figure 12), batches that are not placed on nodes (figure 13). And what planning takes
-here, on one core (the paper overlaps it with the step, as :class:`~odc.balance.multimodal.MultimodalLoader` does).
+Ablations follow, on 128 ranks: the algorithm of one encoder used for the other (figure 11), an all-gather in place of
+the all-to-all (equations 3 and 4, figure 12), batches that are not placed on nodes (figure 13). The last table shows
+how long planning takes here, on one core. (The paper plans beside the training step, as
+:class:`~odc.balance.multimodal.MultimodalLoader` does.)
 
 Not covered: communication takes no time, memory is without limit (one microbatch per rank and phase, as in the paper),
 and a rank's speed does not depend on its batch. So what the paper gains from fuller memory is not here.

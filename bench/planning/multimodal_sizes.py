@@ -7,13 +7,15 @@ convolutions, sequences packed (section 8, input preprocessing); minibatch sizes
 (section 8.3), 80, 60, 30 on 2560, and 65, 40, 15 there without balance, as memory allowed (section 8.1).
 
 What follows from the architectures: table 1's language models have the sizes of Qwen2.5-7B, 14B and 72B, and so their
-heads, vocabulary and gated MLPs. Encoders have two matrices in an MLP and as many heads of keys as of queries
-(``4 h^2 + 2 h f`` weights a layer: 1.8, 2.8, 5.5, and 0.6, 0.6, 5.4 billion, the paper's 2, 3, 6 and 0.6, 0.6, 6), and
-attend to all pairs of an item's tokens; the language model attends to half. Whisper makes 100 frames of 80 mel bands
-out of a second of 16 kHz audio, and one token of two of them (two convolutions of width 3, the second with stride 2).
+heads, vocabulary and gated MLPs. Encoders have two matrices in an MLP and as many heads of keys as of queries (``4 h^2
++ 2 h f`` weights a layer: 1.8, 2.8, 5.5, and 0.6, 0.6, 5.4 billion; the paper says 2, 3, 6 and 0.6, 0.6, 6). They
+attend to all pairs of an item's tokens; the language model attends to half of the pairs. Whisper makes 100 frames of 80
+mel bands out of a second of 16 kHz audio, and one token out of two frames (two convolutions of width 3, the second with
+stride 2).
 
 What is assumed: downsampling averages tokens, and connectors have two matrices (``h H + H^2``). A multiply-add is two
-FLOPs, a backward two forwards. Not counted: softmax, norms, activations, lookups, and recomputation of activations.
+FLOPs, a backward costs two forwards. Not counted: softmax, norms, activations, lookups, and recomputation of
+activations.
 
 ``odc bench multimodal-lengths MLLM-10B --out mix.jsonl`` writes lengths of made-up samples
 (:mod:`odc.balance.simulate.modalities`) as one of the models sees them, for ``odc plan modalities``.

@@ -1,7 +1,8 @@
 """What a sample costs for the paper's models.
 
-Those of 1.5B and 7B, ``a s**2 + b s``, were fitted to the paper's tables together with the length laws, their unit
-of length being 32000 tokens; the others are counted FLOPs. The unit is each model's own.
+The costs of the models of 1.5B and 7B, ``a s**2 + b s``, were fitted to the paper's tables together with the length
+laws; their unit of length is 32000 tokens. The costs of the other models are counted FLOPs. Each model has a unit of
+cost of its own.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """How far LB-Mini's partitions are from the optimum.
 
-- On the shipped length laws (1.5B costs, 8 devices): the bubble rate of 200 minibatches beside the least possible.
-  That is the larger of mean load and largest sample (and other simple bounds) where LB-Mini is within 0.1 % of it;
-  else the exact solver is asked for the optimum, or for what it can prove in time.
+- On the shipped length laws (1.5B costs, 8 devices): the bubble rate of 200 minibatches beside the least possible one.
+  The least makespan is the larger of mean load and largest sample (and other simple bounds) where LB-Mini is within
+  0.1 % of this bound. Elsewhere the exact solver computes the optimum, or the best bound that it can prove in time.
 - On random small instances: the makespan over that of exhaustive search.
 
-Not covered: limits on tokens, which no partition over ranks has to keep; packing is another question.
+Not covered: limits on tokens, which no partition over ranks has to keep. Packing is another question.
 """
 
 from __future__ import annotations

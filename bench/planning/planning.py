@@ -1,17 +1,18 @@
 """What planning costs a rank's host, and what it gives: minibatches of a loader, loads evened out, OrchMLLM's largest.
 
-- Loader: CPU time per minibatch of a :class:`~odc.balance.MinibatchLoader` of one rank, in all threads and in the one
-  that trains, whose samples cost nothing to read. An epoch is gone through, its shuffle included; its first two
-  minibatches are planned by the thread that trains, the others beside it.
-- ``rebalance``: samples of MLLM-10B where they were read, nodes of 8 ranks. ``moved`` is the cost that changes ranks,
-  ``between_nodes`` the tokens that change nodes, both of all; ``excess`` is the makespan above the mean.
-- Plans: all phases of MLLM-10B (:func:`.multimodal_simulated.orchestrator`), each balanced by itself.
-  ``even`` is the slowest rank of a phase over what it would be, evenly shared and without padding; ``between_nodes``
-  the bytes that cross between nodes in a forward, of all that samples and items have.
+- Loader: CPU time per minibatch of a :class:`~odc.balance.MinibatchLoader` of one rank, in all threads and in the
+  thread that trains. Reading a sample costs nothing. The benchmark goes through an epoch, its shuffle included. The
+  thread that trains plans the first two minibatches; another thread plans the others beside it.
+- ``rebalance``: samples of MLLM-10B begin on the ranks that have read them; nodes have 8 ranks. ``moved`` is the part
+  of the cost that changes ranks, ``between_nodes`` the part of the tokens that changes nodes, ``excess`` the makespan
+  above the mean.
+- Plans: all phases of MLLM-10B (:func:`.multimodal_simulated.orchestrator`), each balanced by itself. ``even`` is the
+  time of a phase's slowest rank over the time of ranks that share the phase evenly, without padding; ``between_nodes``
+  is the part of the bytes of all samples and items that crosses between nodes in a forward.
 
-Times are medians, smallest and largest of the repetitions, of one core.
+Times are medians, smallest and largest values of the repetitions, on one core.
 
-Not covered: the time in which ranks tell each other their lengths, and what planning beside the training takes from it.
+Not covered: the time in which ranks tell each other their lengths, and how much planning slows the training beside it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """How good and how fast post-balancing is, and how much less then crosses between nodes.
 
-- Quality: the makespan over that of exhaustive search, on 250 random instances of up to 9 items on up to 4 ranks, with
-  attention from a thousandth of the cost of a sample of mean length to three times the rest.
-- Speed: 153,600 samples on 2,560 ranks, whose attention costs a tenth of the rest at mean length. The excess is that
-  over what no division can beat, the mean cost without padding; how much of it can be avoided is not known.
-- Nodes: what the rank that sends most sends to other nodes, over what it is without placement, for 60 samples a rank
-  post-balanced over nodes of 8. With pulp, of 128 ranks, also for CBC after 12 seconds
-  on the integer program of the paper's algorithm 3, and the bound that its linear relaxation gives.
+- Quality: the makespan over that of exhaustive search, on 250 random instances of up to 9 items on up to 4 ranks. For a
+  sample of mean length, attention costs from a thousandth of the rest to three times the rest.
+- Speed: 153,600 samples on 2,560 ranks. For a sample of mean length, attention costs a tenth of the rest. The excess is
+  the makespan over a bound for every division, the mean cost without padding; how much of the excess can be avoided is
+  not known.
+- Nodes: what the rank that sends most sends to other nodes, over the same without placement, for 60 samples a rank that
+  are post-balanced over nodes of 8. With pulp, on 128 ranks, also the result of CBC after 12 seconds on the integer
+  program of the paper's algorithm 3, and the bound of its linear relaxation.
 
 Not covered: the time in which ranks tell each other their lengths, and the exchange itself.
 """

@@ -1,10 +1,10 @@
 """The bubble rates of the paper's Tables 4 and 6, simulated, cell by cell beside the published ones.
 
-Lengths are spread evenly over the shipped laws, which were fitted to the 1.5B rows; nothing was fitted to the
-other sizes. Costs: see :mod:`.paper_costs`. A global minibatch is the next ``devices * minibatch size``
-samples of the shuffled set, a microbatch has at most as many tokens as the longest sample, and the bubble rate
-is idle time over total time of all minibatches. "Native" balances batches of 256 samples per device before it
-cuts them, which the paper does not state.
+Lengths are spread evenly over the shipped laws. The laws were fitted to the rows of the 1.5B model; nothing was fitted
+to the other sizes. Costs are those of :mod:`.paper_costs`. A global minibatch is the next ``devices * minibatch size``
+samples of the shuffled set. A microbatch has at most as many tokens as the longest sample. The bubble rate is idle time
+over total time of all minibatches. "Native" balances batches of 256 samples per device before it cuts them into
+minibatches; the paper does not state this number.
 
 Not covered: Tables 3 and 5 (throughput), which need GPUs; ``odc bench emulated`` has devices that pose as such.
 """

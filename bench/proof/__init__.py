@@ -1,1 +1,1 @@
-"""Seeded programs that look for what nobody has thought of, and the conformance table."""
+"""Seeded programs that look for faults which no test was written for, and the conformance table."""

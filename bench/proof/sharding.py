@@ -1,4 +1,4 @@
-"""What training scripts of proofs share: both FSDPs by one door, the shape of a language model, and its tokens."""
+"""What training scripts of proofs share: one interface to both FSDPs, a language model, and its tokens."""
 
 from __future__ import annotations
 

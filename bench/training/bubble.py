@@ -1,19 +1,19 @@
 """How ranks spent their time, and the bubble rate: idle time over total time, measured from timelines.
 
-What counts as idle is the same for both kinds of communication, waiting for another rank:
+Idle time means the same for both kinds of communication, waiting for another rank:
 
 - With ODC the runtime records its waits. Every "wait" span is idle time.
-- A collective does not say how long it waited. But the i-th collective of a minibatch is the same one on
-  every rank, and it cannot end before the last rank has joined it. So a rank idles from its own start to the
-  last rank's start; the rest is transfer. The all-reduce of the loss, which both kinds have, is looked at in
-  this way too.
+- A collective does not say how long it waited. But the i-th collective of a minibatch is the same one on every rank,
+  and it cannot end before the last rank has joined it. So a rank idles from its own start to the last rank's start; the
+  rest is transfer. The all-reduce of the loss, which both kinds have, is treated in the same way.
 
 Not counted: the all-reduce inside ``clip_grad_norm_``. The ranks have just met when it runs.
 
-And a trace of it: a Chrome/Perfetto trace of several runs: one process per configuration, one thread per rank.
+The second half of this module writes a Chrome/Perfetto trace of several runs, with one process per configuration and
+one thread per rank.
 
-Each event is something that a rank did (``cat`` is its kind, one of :data:`odc.timeline.KINDS`, or "compute": what no
-other kind covers of a minibatch), with what is known of it in ``args``:
+Each event of the trace is something that a rank did. ``cat`` is its kind, one of :data:`odc.timeline.KINDS`, or
+"compute" for the time of a minibatch that no other kind covers. ``args`` has further facts:
 
 ========== ============================================ ================================================
 argument   of                                           what it is
@@ -25,7 +25,7 @@ bytes      gather, scatter, publish                     of the whole unit; of a 
 peer       wait                                         the rank that was awaited last; not of a collective
 ========== ============================================ ================================================
 
-Where ranks wait in FSDP's collectives is worked out (:mod:`odc.bench.training.bubble`): "wait for ranks".
+Waits in FSDP's collectives are computed as above. The trace shows them as "wait for ranks".
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
 """Does a run on groups of ranks reach what ``odc plan context-parallel`` says? Emulated compute, real FSDP2.
 
-As :mod:`.emulated`, but neighbouring ranks form groups that run the same microbatches, each a slice of every sample.
-Before each forward and backward of a layer the ranks of a group meet in a barrier, as they do to exchange keys and
-values; then each sleeps for what :class:`~odc.balance.costs.context_parallel.ContextParallel` says of its slice and of
-the exchange. Parameters are sharded over all ranks, and all ways, whatever the size of the groups, have the same
-samples in the same minibatches. A group's microbatch holds as many tokens as its ranks together.
+The benchmark works as :mod:`.emulated` does, but neighbouring ranks form groups that run the same microbatches, each a
+slice of every sample. Before each forward and backward of a layer the ranks of a group meet in a barrier, as they do to
+exchange keys and values. Then each sleeps as long as :class:`~odc.balance.costs.context_parallel.ContextParallel` says
+of its slice and of the exchange. Parameters are sharded over all ranks. All ways, whatever the size of the groups, have
+the same samples in the same minibatches. A group's microbatch holds as many tokens as its ranks together.
 
 Costs are those of ``odc plan`` by default: FLOPs of Qwen2.5-7B at 40 % of the peak of one H100, and NVLink as the data
-sheet has it; sleeps last as long as that. Throughput is compared with that of the first way on the first size.
+sheet has it. Sleeps last as long as these costs say. Throughput is compared with that of the first way on the first
+size.
 
-    planned     bubble rate of the plans: waiting of one group for another
-    measured    the same of the run: what is neither compute nor exchange, over the time of all ranks. Barriers count.
+    planned     bubble rate of the plans: the part of the ranks' time in which one group waits for another
+    overhead    overhead rate of the run: the part of the ranks' time that is neither compute nor exchange of keys and
+                values. Barriers count
 
 Not covered: bytes of keys and values, slices that are not equal, GPUs, and what :mod:`.emulated` does not cover. Ranks
-share few cores, and those of a group are awake at the same time: the measured rate is an upper bound. All ranks of a
-group wait for the one that wakes up last, so on a machine that does other work give ranks precedence
-(``chrt -r 1 odc bench context-parallel``).
+share few cores, and the ranks of a group are awake at the same time: the overhead rate is an upper bound. All ranks of
+a group wait for the one that wakes up last, so on a machine that does other work give ranks precedence (``chrt -r 1 odc
+bench context-parallel``).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from odc.bench.training.emulated import NUM_UNTIMED, PLANNED_AND_MEASURED, WAYS,
 DEVICE = DEVICES["h100"]
 FLOPS_PER_S = 0.4 * DEVICE.flops_per_s
 SIZES, SAMPLES = Numbers(1, 2, 4, 8), Numbers(1, 4)
-LARGEST_DIFFERENCE = 5.0  # points, between the planned and the measured bubble rate
+LARGEST_DIFFERENCE = 5.0  # points, between the planned bubble rate and the measured overhead rate
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,8 @@ def measure(
                 compared.append({"minibatch_size": each, "context_parallel": size, **entry})
                 if abs(entry["difference_points"]) > LARGEST_DIFFERENCE:
                     run.miss(
-                        f"{name}, {each} samples a rank, groups of {size}: the bubble rate is "
-                        f"{entry['difference_points']:.1f} points above the planned one"
+                        f"{name}, {each} samples a rank, groups of {size}: the overhead rate is "
+                        f"{entry['difference_points']:.1f} points above the planned bubble rate"
                     )
         add_ratios(compared)
         runs += compared

@@ -1,13 +1,13 @@
 """Train one small model three ways on this machine's CPU and compare: FSDP2's collectives, and ODC twice.
 
-Runs ``examples/sft.py`` of the repository, from its root. The three configurations take turns, so that a
-drift of the machine's speed meets all of them. All start from the same weights and see the same minibatches.
-Writes the result (``summary.json``), loss curves, a timeline and a Perfetto trace into the folder ``--out``.
+The benchmark runs ``examples/sft.py`` of the repository, from its root. The three configurations take turns, so that a
+drift of the machine's speed affects all of them. All start from the same weights and see the same minibatches. The
+folder ``--out`` gets the result (``summary.json``), loss curves, a timeline and a Perfetto trace.
 
-With ``--alternatives`` also ODC through FSDP2's flat buffers (``ODC_STAGING=on``), which it does without otherwise; and
+``--alternatives`` adds ODC through FSDP2's flat buffers (``ODC_STAGING=on``), which ODC otherwise avoids. It also adds
 what one could do where memory allows, by ``examples/once_a_step.py``: ODC, FSDP2 and DDP that communicate once a step,
-for whole parameters and gradients on each rank; and how long the same work takes ranks that exchange nothing.
-These have LB-Mini's minibatches. Collectives of DDP go beside its backward, so its waiting is not seen.
+and so hold whole parameters and gradients on each rank; and ranks that do the same work and exchange nothing. These
+have LB-Mini's minibatches. DDP's collectives run beside its backward, so its waiting is not seen.
 
 Not covered: GPUs, more than one host, models that do not fit into a cache, optimizers other than AdamW.
 """

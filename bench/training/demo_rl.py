@@ -1,10 +1,10 @@
 """Train one small model by reinforcement learning (GRPO) three ways on this machine's CPU, and compare.
 
-Runs ``examples/grpo.py`` of the repository, from its root: FSDP2's collectives and ODC with equal numbers of
-microbatches, and ODC with balanced rollouts. They take turns, so that a drift of the machine's speed meets all of them.
-All start from the same weights and generate the same rollouts, to rounding: rewards and losses are compared. What is
-timed is the training part of each step, sharing the rollouts out included; generating them is not. Bytes of rollouts
-that change ranks are counted.
+The benchmark runs ``examples/grpo.py`` of the repository, from its root: FSDP2's collectives and ODC with equal numbers
+of microbatches, and ODC with balanced rollouts. The three ways take turns, so that a drift of the machine's speed
+affects all of them. All start from the same weights and generate the same rollouts, to rounding; the benchmark compares
+rewards and losses. It times the training part of each step, which includes sharing the rollouts out, but not generating
+them. It also counts the bytes of rollouts that change ranks.
 
 Not covered: GPUs, several hosts, an engine for rollouts, training while rollouts are made.
 """

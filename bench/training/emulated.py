@@ -5,34 +5,34 @@
     odc bench emulated --between 1Gb --ranks 4 --numel 3125000 --scale 4 --minibatches 2    # 50 million parameters
 
 Each rank trains a model of small layers, each a unit of FSDP2. Forward and backward of a microbatch are sleeps, in
-proportion to what :mod:`odc.balance` says its samples cost, a third of them in the forward; so a minibatch is as
+proportion to the cost of its samples by :mod:`odc.balance`; a third of the sleep is the forward. So a minibatch is as
 unequal as a real one, and eight ranks need no eight GPUs. All else is real: FSDP2's hooks, its collectives over gloo or
 ODC in their place, an optimizer. All ways get the same samples in the same minibatches.
 
-A sleep that lasts too long is taken off the ones that follow, so compute takes what the plan says. The rest of a
-minibatch's time is idle time, the measured bubble:
+A sleep that lasts too long is taken off the following ones, so compute takes as long as the plan says. The columns are
+parts of the time of all ranks:
 
-    planned          bubble rate of the plans: idle time over total time of all minibatches
-    measured         the same of the run: what is not compute, over the time of the minibatches, all ranks
-    waiting          the part of it in which a rank waited for another one
-    transfers        the part inside gathers, pushes, the end and publishing (or gloo's collectives) without that
+    planned bubble   bubble rate of the plans: idle time over total time of all minibatches
+    overhead         overhead rate of the run: all time that is not compute, the sum of the next three
+    waiting          the part in which a rank waited for another one
+    transfers        the part inside gathers, pushes, the end and publishing (or gloo's collectives) without waiting
     host             the rest: FSDP2's and autograd's Python, the optimizer, the training loop
 
-The difference, measured minus planned, is what transfers and host add, where a rank would not have waited anyway.
-Sleeping ranks leave the cores to the others, so a few cores carry many ranks; but those that are awake at the same time
-queue for a core, which they would not on a machine with one for each. So the difference is an upper bound, most of all
-for collectives, in which all ranks are awake at the same time: where they need more than ODC, the measured speedup is
-larger than it is with a core for each. Beside it stands the CPU time of a rank's training thread, which knows no queue.
-A larger ``--scale`` makes the difference smaller, as a larger model would: host time is per layer and microbatch,
-whatever they compute. By default it grows with the ranks, which share the machine's cores.
+The difference, overhead minus planned bubble, is what transfers and host add where a rank would not have waited anyway.
+Sleeping ranks leave the cores to the others, so a few cores carry many ranks. But ranks that are awake at the same time
+queue for a core, which they would not on a machine with a core for each. So the difference is an upper bound, most of
+all for collectives, in which all ranks are awake at the same time. Where collectives need more than ODC, the measured
+speedup is larger than it is with a core for each rank. The CPU time of a rank's training thread, beside it, includes no
+queue. A larger ``--scale`` makes the difference smaller, as a larger model would: host time is per layer and
+microbatch, whatever they compute. By default the scale grows with the number of ranks, which share the machine's cores.
 
-With ``--between`` the ranks are on two hosts: network namespaces, whose network passes so much (root and iproute2 are
-needed). Then ways are run for each kind of sharding, in turn, ``--repetitions`` times; each one's median run is shown.
-The plan is that of ``odc plan hosts``, with what gloo sends (a reduce-scatter twice) and hides (nothing). Beside it
-stands what came into the first host:
+With ``--between`` the ranks are on two hosts: network namespaces, whose network passes so many bytes per second (root
+and iproute2 are needed). Then ways run for each kind of sharding, in turn, ``--repetitions`` times; the table shows
+each one's median run. The plan is that of ``odc plan hosts``, with what gloo sends (a reduce-scatter twice) and
+hides (nothing). Beside it stands what came into the first host:
 
     full             FSDP2 over all ranks; ODC with ``share_in_host="off"``
-    hybrid           inside of a host, replicas over hosts; FSDP2 all-reduces in the last microbatch only
+    hybrid           sharded inside of a host, replicas over hosts; FSDP2 all-reduces in the last microbatch only
     shared           ODC with ``share_in_host="on"``
 
 Lengths are spread evenly over the law, shuffled; microbatches have at most as many tokens as its longest sample. The
@@ -270,9 +270,9 @@ def shares(runs: Sequence[RankRun], minibatches: Sequence[int], comm: Comm) -> d
     """Where the time of all ranks went in these minibatches.
 
     Returns:
-        ``bubble``: all that is not ``compute``; it is the sum of ``waiting``, ``communication`` and ``host``.
-        ``minibatch_s``: what a minibatch takes on average; ``compute_s``: what of it a rank computes; ``cpu_s``: CPU
-        time of its training thread, which sleeps and waits without any.
+        ``bubble`` is the overhead rate, all that is not ``compute``: the sum of ``waiting``, ``communication`` and
+        ``host``. ``minibatch_s`` is the time of an average minibatch, ``compute_s`` the part that a rank computes, and
+        ``cpu_s`` the CPU time of a rank's training thread, which needs none to sleep and to wait.
     """
     timelines = [run.timeline for run in runs]
     spent = spent_ns(segments(timelines, minibatches, collectives=comm == "collective"))
@@ -356,7 +356,7 @@ def figures(result: Entries) -> Figures:
     micro, mini = rows["collective-lb-micro"], rows["odc-lb-mini"]
 
     def idle(row: dict[str, Any]) -> str:
-        return f"{100 * row['planned_bubble']:.1f} % of their time and idled {100 * row['bubble']:.1f} %"
+        return f"{100 * row['planned_bubble']:.1f} % of their time and did not compute for {100 * row['bubble']:.1f} %"
 
     yield (
         "**Does a run reach its plan?** ",
@@ -368,7 +368,7 @@ def figures(result: Entries) -> Figures:
 
 
 def figures_of_hosts(slow: Entries, *large: Entries) -> Figures:
-    """Rows of a table: what crosses and the bubble, planned and measured; then seconds of a step of a larger model."""
+    """Rows of a table: what crosses and overhead, planned and measured; then seconds of a step of a larger model."""
     for index, row in enumerate(slow["runs"]):
         cells = [f"{row['planned_crosses_mb']:.0f}", f"{row['crosses_mb']:.0f}"]
         cells += [f"{100 * row[key]:.1f} %" for key in ("planned_bubble", "bubble")]
@@ -383,7 +383,7 @@ def _way(row: Row) -> str:
 
 PLANNED_AND_MEASURED = (
     Column("planned bubble", "planned_bubble", ".1f", 100),
-    Column("measured", "bubble", ".1f", 100),
+    Column("overhead", "bubble", ".1f", 100),
     Column("waiting", "waiting", ".1f", 100),
     Column("transfers", "communication", ".1f", 100),
     Column("host", "host", ".1f", 100),

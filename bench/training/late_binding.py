@@ -1,19 +1,20 @@
 """What late binding brings on ranks that are not as planned. Emulated compute, real FSDP2, ODC and loader.
 
-As :mod:`.emulated`, but microbatches come from a :class:`~odc.balance.MinibatchLoader`, with and without
-``late_binding``. What a sample takes is its cost in FLOPs, exactly or times a random factor (``--noise``, the standard
-deviation of its logarithm); in the cases with noise one rank is slower, too (``--slow``), which no loader is told. A
-microbatch takes so much more as ``--microbatch-cost`` says, a share of what an average one takes by its samples; that
-the loaders know. Both ways get the same samples in the same minibatches, and of them each once, which is checked.
+The benchmark works as :mod:`.emulated` does, but microbatches come from a :class:`~odc.balance.MinibatchLoader`, with
+and without ``late_binding``. A sample takes its cost in FLOPs, exactly or times a random factor (``--noise`` is the
+standard deviation of the factor's logarithm). In the cases with noise one rank is slower, too (``--slow``); no loader
+is told. ``--microbatch-cost`` adds a fixed time to each microbatch, a share of what an average one takes by its
+samples; the loaders know this share. Both ways get the same samples in the same minibatches; the benchmark checks that
+each sample is computed once.
 
     over ideal      how much longer minibatches took than if all samples were shared out evenly over the ranks' speeds,
                     in as many microbatches as planned
-    speedup         over the loader without late binding, a minibatch of each in turn; p20-p80 of resampled minibatches
-                    beside it
+    speedup         over the loader without late binding; the two take turns, minibatch by minibatch. In brackets the
+                    20th and 80th percentile over resampled minibatches
     taken           samples that ranks took from others
-    microbatches    over those of the plan
+    microbatches    their number over that of the plan
 
-Speeds are measured while training: what is learned counts from the eighth minibatch on.
+Speeds are measured while training; the loader uses them from the eighth minibatch on.
 
 Not covered: GPUs, where a microbatch is bound when the device has begun the one before; reading samples, which takes no
 time here.

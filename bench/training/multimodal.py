@@ -1,16 +1,16 @@
 """Train a tiny omni-modal model on this machine's CPU with no balance, and with more and more of its phases balanced.
 
-Runs ``examples/multimodal_sft.py`` of the repository, from its root: the thinker of Qwen2.5-Omni with random weights,
-images, sound and text made on the spot. Four configurations take turns, so that a drift of the machine's speed meets
-all of them, and all start from the same weights and see the same minibatches:
+The benchmark runs ``examples/multimodal_sft.py`` of the repository, from its root: the thinker of Qwen2.5-Omni with
+random weights, with images, sound and text made on the spot. Four configurations take turns, so that a drift of the
+machine's speed affects all of them. All start from the same weights and see the same minibatches:
 
     none        FSDP2; every rank trains on the samples that it has drawn
     language    FSDP2; the language model is balanced over all ranks, encoders run where their sample is (pre-balancing)
-    all         FSDP2; each encoder is balanced, too, what it makes moves by all-to-all (OrchMLLM's post-balancing)
-    all-odc     ODC; the same, and what an encoder makes is read from its producer when it is needed
+    all         FSDP2; each encoder is balanced, too, and its outputs move by all-to-all (OrchMLLM's post-balancing)
+    all-odc     ODC; the same, and a rank reads an encoder's outputs from their producer when it needs them
 
-Losses of all minibatches and the gradients of the last one are compared with those of "none"; exchanges are counted.
-More ranks than cores share cores: waiting ranks then leave theirs to the others, and balance gains little.
+The benchmark compares losses of all minibatches and gradients of the last one with those of "none", and counts
+exchanges. Where there are more ranks than cores, waiting ranks leave their cores to others, and balance gains little.
 
 Not covered: GPUs, several hosts.
 """

@@ -1,24 +1,24 @@
 """Does a run of several modalities take what its plan says? OrchMLLM's models on 8 ranks, with emulated compute.
 
 Each rank is a process. It loads minibatches through :class:`~odc.balance.multimodal.MultimodalLoader` and runs them
-with :func:`~odc.balance.multimodal.run_minibatch`: encoders and language model are sleeps of what the cost model says
-of the items and samples that have come, a third of it in the forward; what goes between them is really sent, shrunk: a
-row of an output has the hidden size of the language model divided by ``--shrink``, and inputs are as much smaller.
-Models, lengths and costs are those of :mod:`.multimodal_simulated`, and so are the ways to train. Under
-collectives all ranks meet before each forward and backward of a microbatch in each phase and behind the backward, as
-FSDP's collectives make them; then a minibatch is as long as its slowest ranks.
+with :func:`~odc.balance.multimodal.run_minibatch`. Encoders and language model are sleeps, as long as the cost model
+says of the items and samples that have come; a third of a sleep is the forward. Tensors between encoders and language
+model are really sent, but smaller: a row of an output has the hidden size of the language model divided by
+``--shrink``, and inputs are smaller by the same factor. Models, lengths, costs and ways to train are those of
+:mod:`.multimodal_simulated`. Under collectives all ranks meet before each forward and backward of a microbatch in each
+phase and after the backward, as FSDP's collectives make them do; then a minibatch is as long as its slowest ranks.
 
     planned      what :func:`~odc.balance.multimodal.step_times` says
     waiting      for other ranks: in lockstep, before an all-to-all, at the end of a minibatch
-    moving       exchanging items, outputs and gradients, without that
-    planning     in the loader's thread, beside the training; ``waited`` is the part that the training waited for
-    MB moved     between ranks, of all ranks: counted where tensors arrive, and by the schedule
+    moving       exchanging items, outputs and gradients, without waiting
+    planning     in the loader's thread, beside the training; ``waited for`` is the part that the training waited for
+    MB moved     between ranks, of all ranks: as the schedule says, and counted where tensors arrive
 
-Eight ranks share few cores: those that exchange wait for each other's turn on one, so the time of moving is an upper
-bound. Beside it stands the CPU time of a rank's training thread in it.
+Eight ranks share few cores: ranks that exchange wait for each other's turn on a core, so the time of moving is an upper
+bound. Beside it stands the CPU time of a rank's training thread while it moves tensors.
 
-Not covered: parameters and their gradients (they move in :mod:`.emulated`), GPUs, real bandwidths: 8 ranks
-share the memory of one host, so the time of moving is none of a cluster's.
+Not covered: parameters and their gradients (they move in :mod:`.emulated`), GPUs, real bandwidths: 8 ranks share the
+memory of one host, so the time of moving is not that of a cluster.
 """
 
 from __future__ import annotations

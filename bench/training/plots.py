@@ -1,4 +1,4 @@
-"""Pictures of a demo: loss curves, and who did what when. Needs matplotlib, which nothing else here does."""
+"""Pictures of training runs: loss curves, and what each rank did when. Needs matplotlib, which is optional."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch the training script on all ranks, watch it, read what it leaves behind, and make numbers of it."""
+"""Launch a training script on all ranks, watch it, read its results, and summarize them."""
 
 from __future__ import annotations
 

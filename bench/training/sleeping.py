@@ -1,7 +1,7 @@
-"""The device emulator: models that sleep where others compute, with real FSDP2 units or real exchanges around it.
+"""The device emulator: models that sleep where others compute, with real FSDP2 units or real exchanges around them.
 
-:class:`SleepingModel` is for :mod:`.emulated` and what runs as it does, :class:`ModalityModel` for
-:mod:`.multimodal_emulated`, with a record of what a rank did.
+:class:`SleepingModel` is for :mod:`.emulated` and the benchmarks that work like it. :class:`ModalityModel` is for
+:mod:`.multimodal_emulated`, and records what a rank did.
 """
 
 from __future__ import annotations

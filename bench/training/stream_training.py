@@ -1,8 +1,9 @@
 """Train one small model for an epoch on streams, under collectives and with ODC, beside minibatches of known lengths.
 
-Runs ``examples/sft.py`` of the repository, from its root, on CPU ranks. All start from the same weights and see the
-same samples in an epoch, in orders of their own: LB-Mini's is a shuffle, streams bring samples of similar length or
-cost together. So speed and waiting are compared per sample, and losses by the tokens that were seen.
+The benchmark runs ``examples/sft.py`` of the repository, from its root, on CPU ranks. All ways start from the same
+weights and see the same samples in an epoch, in different orders: LB-Mini's order is a shuffle, streams bring samples
+of similar length or cost together. So speed and waiting are compared per sample, and losses by the number of tokens
+seen.
 
 Not covered: more than one epoch, other seeds, models that generalize: the loss is that of training.
 """

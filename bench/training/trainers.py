@@ -1,14 +1,14 @@
 """Samples per second of scripts of three training libraries: ``torchrun``, ``odc run``, ``odc run --balance lb-mini``,
 ``odc run --online``.
 
-Runs ``examples/{accelerate_sft,hf_trainer,trl_sft}.py`` of the repository, from its root, with FSDP2. Lengths are
-long-tailed (8 to 400 tokens, log-normal). The ways to launch take turns, so that a drift of the machine's speed meets
-all of them; each run trains on the same samples, in the same steps (but for ``--online``, which chooses them) and its
-losses are compared. Times are the scripts' own: they start with the first step, warm-up included.
+The benchmark runs ``examples/{accelerate_sft,hf_trainer,trl_sft}.py`` of the repository, from its root, with FSDP2.
+Lengths are long-tailed (8 to 400 tokens, log-normal). The ways to launch take turns, so that a drift of the machine's
+speed affects all of them. Each run trains on the same samples, in the same steps (except ``--online``, which chooses
+them), and its losses are compared. Times are the scripts' own: they start with the first step, warm-up included.
 
-What is compared is what a user gets by changing the command: the scripts pad their batches, LB-Mini packs samples into
-rows, so part of its gain is padding not computed. ``--equal`` adds LB-Micro, which packs too, with equal numbers of
-microbatches.
+The comparison shows what a user gets by changing the command. The scripts pad their batches and LB-Mini packs samples
+into rows, so a part of its gain is padding that is not computed. ``--equal`` adds LB-Micro, which packs too, with equal
+numbers of microbatches.
 
 Not covered: GPUs, more than one host, FSDP1.
 """

@@ -1,10 +1,11 @@
-"""A vision-language model of whose samples some have an image: plain FSDP2 with empty images, and ODC without.
+"""A vision-language model where only some samples have an image: plain FSDP2 with empty images, and ODC without.
 
     odc bench vlm
 
-``examples/vlm_sft.py`` on CPU ranks: a tiny model like Qwen2.5-VL, its encoder as deep as its language model twice. In
-plain FSDP2 a rank without an image encodes an empty one, as its collectives need all ranks; with ODC it skips the
-encoder. The ways take turns; losses are those of one process, which is run once.
+The benchmark runs ``examples/vlm_sft.py`` on CPU ranks: a tiny model like Qwen2.5-VL, whose encoder is twice as deep as
+its language model. In plain FSDP2 a rank without an image encodes an empty one, because FSDP2's collectives need all
+ranks; with ODC it skips the encoder. The ways take turns. Their losses are compared with those of one process, which
+runs once.
 
 Not covered: GPUs, large images, other ways to share out images (``odc bench multimodal``).
 """

@@ -55,7 +55,7 @@ def minibatch(compute_s: dict[int, float]) -> MinibatchStats:
 
 def test_bars_are_as_long_as_ranks_compute() -> None:
     assert bars_of(minibatch({0: 1.0, 1: 4.0})).splitlines() == [
-        "odc: minibatch 7: 4.00 s, bubble 38 %, rank 1 computed longest (4.00 s, the least 1.00 s)",
+        "odc: minibatch 7: 4.00 s, overhead 38 %, rank 1 computed longest (4.00 s, the least 1.00 s)",
         f"rank 1    {'█' * 40}     4.00 s",
         f"rank 0    {'█' * 10}{'·' * 30}     1.00 s",
     ]
@@ -96,7 +96,7 @@ def test_rank_0_shows_each_minibatch(rank: int, stream: io.StringIO, monkeypatch
         session.end(minibatch({0: 1.0, 1: 4.0}))
     observation.close(has_failed=False)
     assert getattr(session, "end", None) is None
-    shown = "bubble 38 %" in stream.getvalue() and "██████████···" in stream.getvalue()
+    shown = "overhead 38 %" in stream.getvalue() and "██████████···" in stream.getvalue()
     assert (shown, len(said)) == (rank == 0 and stream.isatty(), int(rank == 0 and not stream.isatty()))
     stream.truncate(0)
 

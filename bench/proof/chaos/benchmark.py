@@ -2,14 +2,18 @@
 
     odc bench chaos --only-trial 17
 
-In each trial 2 to 4 CPU ranks train; one of them is killed, stopped, leaves or raises, in one of the phases of a step
-or at a random time. The others must end in time, with the right exit code, and their last error must name that rank
-in the numbering of the whole job, and say why; one that is stopped for a while only must make no difference. With
---meshes 4 or 8 ranks train on a mesh, beside tensor or context parallelism or both, and it is also tried that one of
-the ranks that compute together has a microbatch more or less: all must name it and such a rank. With --late-binding
-ranks take samples from each other, one of them being slow in each step; in a fifth of these trials it is the process of
-the store, as a launcher has one, that is killed or stopped. Nothing may be left: no process, no file in /dev/shm or in
-the ranks' temporary folder (a process's sockets end with it).
+In each trial 2 to 4 CPU ranks train. One of them is killed, stopped, leaves or raises, in one of the phases of a step
+or at a random time. The others must end in time, with the right exit code; their last error must name this rank in the
+numbering of the whole job, and say why. A rank that is stopped only for a while must make no difference.
+
+With --meshes 4 or 8 ranks train on a mesh, beside tensor or context parallelism or both. In further trials one of the
+ranks that compute together has a microbatch more or less than its partners: all errors must name it and a partner.
+
+With --late-binding ranks take samples from each other, and in each step one of them is slow. In a fifth of these trials
+the process of the store, which a launcher has, is killed or stopped in place of a rank.
+
+Nothing may be left behind: no process, no file in /dev/shm or in the ranks' temporary folder (a process's sockets end
+with it).
 """
 
 from __future__ import annotations

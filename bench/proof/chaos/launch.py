@@ -1,4 +1,4 @@
-"""Trials on ranks of this machine: started, hurt, watched until all have ended, and judged."""
+"""Trials on ranks of this machine: started, disturbed, watched until all have ended, and judged."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What every rank of a trial runs: a training script, one rank of which comes to grief in it. And who forks the ranks.
+"""The training script that every rank of a trial runs, with a fault in one rank; and the process that forks the ranks.
 
-A process that has imported torch and made nothing with it yet forks the ranks of one trial after the other. A rank goes
-on as a script that Python has just started would: its errors end the interpreter, with all that belongs to that. (A
+A process that has imported torch, and has made nothing with it yet, forks the ranks of one trial after the other. A
+rank goes on as a script that Python has just started: its errors end the interpreter, with all that belongs to that. (A
 child of :mod:`multiprocessing` leaves by ``os._exit``, which hides what a process waits for when it ends.) Trials come
-as lines of JSON on standard input; what happens is reported as lines of JSON on standard output.
+as lines of JSON on standard input; the process reports what happens as lines of JSON on standard output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happens to which rank, where: a seeded choice. And what must follow."""
+"""A seeded choice of trials: what happens to which rank, and where; and what must follow."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Conformance: one training script, once over FSDP's collectives and once after ``odc.patch_fsdp``, cell by cell."""
+"""Conformance: a table of FSDP's options, each cell trained over FSDP's collectives and under ODC."""

@@ -2,6 +2,8 @@
 
     odc bench conformance --filter "fsdp2 hybrid"
 
+Each cell is a plain script of ``odc bench parity``.
+
 Not covered: GPUs, other optimizers than AdamW, unequal numbers of microbatches (plain FSDP has none to compare with),
 frozen or unused parameters, checkpoints. Those have tests of their own.
 """

@@ -1,4 +1,4 @@
-"""The cells, every combination of options; the script of each; and what makes a cell pass."""
+"""The cells of the conformance table, every combination of options; the script of each; and what makes a cell pass."""
 
 from __future__ import annotations
 

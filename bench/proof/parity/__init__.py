@@ -1,1 +1,1 @@
-"""Training scripts made up by chance, with and without ODC."""
+"""Training scripts made up by chance, each run over FSDP's collectives and under ODC."""

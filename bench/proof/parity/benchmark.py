@@ -2,9 +2,11 @@
 
     odc bench parity --only-case 17
 
-Each case is a training script of four steps on 2 to 4 CPU ranks, run over FSDP's collectives and then with ODC; its
-losses, the gradients of every step, and its last parameters are compared. Where ranks have unequal numbers of
-microbatches, plain FSDP runs further ones whose loss is zero. Not covered: GPUs, checkpoints, GradScaler, compilation.
+Each case is a training script of four steps on 2 to 4 CPU ranks, which runs over FSDP's collectives and then with ODC.
+The benchmark compares losses, the gradients of every step, and the last parameters. Where ranks have unequal numbers of
+microbatches, plain FSDP runs further microbatches whose loss is zero.
+
+Not covered: GPUs, checkpoints, GradScaler, compilation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a generated script may do, and a seeded choice of scripts in which all pairs of it meet."""
+"""What a generated script may do, and a seeded choice of scripts that covers every pair of its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case must show: the numbers of plain FSDP, to the rounding of a sum in another order."""
+"""What a case must show: the numbers of plain FSDP, except for the rounding of a sum in another order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases on ranks of this machine: one process group for many of them, a new one after a case that broke it."""
+"""Cases on ranks of this machine: one process group for many cases, a new one after a case that broke its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated script. What differs between plain FSDP and ODC stands in :func:`train` and is marked there."""
+"""The generated script. :func:`train` marks what differs between plain FSDP and ODC."""
 
 from __future__ import annotations
 
