@@ -53,7 +53,8 @@ from odc.bench.batching.streamed import (
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table
 
 LARGEST_ERROR = {"odb": 0.09, "gmt": 0.01, "standard": 1.0}
-"""How far simulated may be from published: updates of ODB and of GMT, relative; padding of Standard, in points."""
+"""The largest allowed difference between simulated and published values: relative for updates of ODB and GMT, in points
+for padding of Standard."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Row:
     """Updates per epoch of ODB and GMT, padding of Standard in percent."""
 
     padding_percent: float | None = None
-    """Of ODB."""
+    """Published padding of ODB."""
 
 
 # Samples that were trained on: updates, and samples of each on average.
@@ -99,8 +100,8 @@ def odb_epoch(
     *,
     joins: bool = True,
 ) -> StreamedEpoch:
-    """An epoch of ODB, in join mode unless told otherwise: sample i is that of rank i % world_size, and ranks go on
-    until all of them are done.
+    """Simulate an epoch of ODB. Sample i belongs to rank i % world_size. With ``joins`` a rank whose samples are used
+    up goes on until all ranks are done.
 
     Args:
         lengths: of the shuffled samples, (num_samples,).
@@ -111,8 +112,8 @@ def odb_epoch(
 
 
 def gmt_updates(lengths: IntArray, max_tokens: int, world_size: int = WORLD_SIZE) -> int:
-    """Updates of the offline comparator (appendix I): padded batches of the sorted samples, each as large as fits; the
-    list is filled up to a multiple of the ranks."""
+    """Number of updates of the offline comparator (appendix I). All samples are sorted and cut into padded batches,
+    each as large as fits. The list of batches is filled up to a multiple of the ranks."""
     ascending = np.sort(lengths).tolist()
     num_batches, size = 0, 0
     for length in ascending:
@@ -123,14 +124,14 @@ def gmt_updates(lengths: IntArray, max_tokens: int, world_size: int = WORLD_SIZE
 
 
 def standard_padding(lengths: IntArray, batch_size: int) -> float:
-    """Padding in percent of the samples in their order, ``batch_size`` at a time."""
+    """Padding in percent if the samples are cut, in their order, into batches of ``batch_size``."""
     batches = [lengths[start : start + batch_size] for start in range(0, lengths.size, batch_size)]
     return float(100 * (1 - lengths.sum() / sum(int(batch.max()) * batch.size for batch in batches)))
 
 
 @dataclass(frozen=True)
 class Result:
-    """A row beside what comes out."""
+    """A published row beside its simulated values."""
 
     row: Row
     simulated: float
@@ -138,7 +139,7 @@ class Result:
 
     @property
     def error(self) -> float:
-        """As in :data:`LARGEST_ERROR`."""
+        """Simulated less published, in the units of :data:`LARGEST_ERROR`."""
         difference = self.simulated - self.row.paper
         return difference if self.row.method == "standard" else difference / self.row.paper
 
@@ -148,7 +149,7 @@ class Result:
 
 
 def simulate(row: Row, seed: int = 0) -> Result:
-    """One row, with lengths drawn anew, in random order."""
+    """Simulate one row; its lengths are drawn anew, in random order."""
     lengths = shuffled(row.dataset, row.num_samples, seed)
     if row.method == "odb":
         epoch = odb_epoch(lengths, row.setting)
@@ -161,19 +162,19 @@ def simulate(row: Row, seed: int = 0) -> Result:
 
 @dataclass(frozen=True)
 class Bound:
-    """A row of Table 4, and what comes out where there is a law for its data set."""
+    """A row of Table 4. Its data set has no law if it cannot be simulated."""
 
     dataset: str
     max_tokens: int
     num_samples: int
     depth: int
-    """D, most samples of a rank that are fetched and not emitted."""
+    """D, the largest number of a rank's samples that are fetched and not yet emitted."""
 
     paper_percent: float
 
     @property
     def percent(self) -> float:
-        """Most samples that an epoch without join drops: W x D of N (lemma 4)."""
+        """The largest part of the samples that an epoch without join drops: W x D of N (lemma 4)."""
         return 100 * WORLD_SIZE * self.depth / self.num_samples
 
 
@@ -187,11 +188,12 @@ BOUNDS = (
     Bound("MM-Mix", 4096, 545_178, 8192, 12.0),
 )
 SURPLUS = {"sharegpt4o": (57_284, 4), "ultrachat": (207_865, 7)}
-"""Table 5: samples of a data set, and how many come twice on 8 ranks."""
+"""Table 5: the number of samples of a data set, and how many of them come twice on 8 ranks."""
 
 
 def dropped_percent(bound: Bound, seed: int = 0) -> float | None:
-    """Samples that are left in pools and shares when the first rank has nothing left; None: there is no law."""
+    """The part of the samples that is left in pools and shares when the first rank has used up its own; None if there
+    is no law for the data set."""
     if bound.dataset == "MM-Mix":
         return None
     lengths = shuffled(bound.dataset, bound.num_samples, seed)

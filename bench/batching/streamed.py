@@ -25,20 +25,20 @@ from odc.bench.planning.paper_costs import paper_cost
 
 @dataclass
 class StreamedEpoch:
-    """What all ranks have done."""
+    """A simulated epoch of all ranks."""
 
     costs: FloatArray
-    """Of every step and rank, padding included, (num_steps, world_size)."""
+    """Cost of each step on each rank, padding included, (num_steps, world_size)."""
 
     num_samples: IntArray
-    """Of every step, all ranks together, (num_steps,)."""
+    """Samples of each step, all ranks together, (num_steps,)."""
 
     tokens: int
     padded_tokens: int
-    """With padding."""
+    """Number of tokens, padding included."""
 
     oldest: int
-    """Most steps that a sample has waited in its pool."""
+    """The largest number of steps that a sample has waited in its pool."""
 
     @property
     def updates(self) -> int:
@@ -52,11 +52,11 @@ class StreamedEpoch:
 
     @property
     def padding_percent(self) -> float:
-        """Padding in all tokens."""
+        """Padding, in percent of all tokens."""
         return 100 * (1 - self.tokens / self.padded_tokens)
 
     def bubble_rate(self, part: float = 1.0) -> float:
-        """Idle time over total time of the steps until this part of the samples is done."""
+        """Idle time over total time of the steps until ``part`` of the samples is done."""
         done = np.cumsum(self.num_samples)
         costs = self.costs[: int(np.searchsorted(done, part * done[-1], side="right" if part == 1.0 else "left")) + 1]
         return float(1 - costs.sum() / (costs.max(axis=1).sum() * costs.shape[1]))
@@ -69,7 +69,7 @@ def stream_epoch(
     *,
     has_indices: bool = True,
 ) -> StreamedEpoch:
-    """Run the rounds of all ranks until nothing is left.
+    """Simulate the rounds of all ranks until no sample is left.
 
     Args:
         lengths: of the shuffled samples, (num_samples,), each with as many loss tokens.
@@ -121,8 +121,8 @@ def stream_epoch(
 
 
 def load_of(microbatches: Iterable[Sequence[Entry]], is_packed: bool) -> tuple[float, int, int]:
-    """Cost, tokens, and tokens with padding of one rank in one step. Where samples are padded, each costs what the
-    longest of its microbatch does."""
+    """Cost, tokens, and tokens with padding of one rank in one step. In a padded microbatch each sample costs as much
+    as the longest one."""
     cost, tokens, padded = 0.0, 0, 0
     for part in microbatches:
         plain = sum(entry.length for entry in part)
@@ -149,11 +149,11 @@ WAITING = (("longalign", 10_000, 65536), ("sharegpt4o", 57_284, 16384))
 """Laws, numbers of samples and token budgets of the second table."""
 MINIBATCH_SIZE, SMALL_POOL = 4, 256
 STREAMS = ("dgap", "steps", "pool-sort", "minibatch", "minibatch/shards")
-"""What is streamed in the second table."""
+"""The kinds of streams in the second table."""
 
 
 def simulate_stream(kind: str, law: str, num_samples: int, max_tokens: int, seed: int = 0) -> StreamedEpoch:
-    """One row of the second table."""
+    """Simulate one row of the second table."""
     cost = paper_cost("1.5B")
     padded = Grouping("token-budget", max_tokens, SMALL_POOL)
     packed = Grouping("pack", max_tokens, SMALL_POOL)
@@ -176,7 +176,8 @@ def simulate_stream(kind: str, law: str, num_samples: int, max_tokens: int, seed
 
 
 def simulate_known(law: str, num_samples: int, seed: int = 0) -> tuple[float, float]:
-    """LB-Mini on the same samples, whose lengths it knows; each minibatch is the next ones in their order.
+    """Simulate LB-Mini, which knows all lengths, on the same samples. Each minibatch is the next samples in their
+    order.
 
     Returns:
         Time per 1000 samples, bubble rate.
@@ -197,16 +198,16 @@ class StreamRow:
     time_per_1000: float
     bubble_percent: float
     early_bubble_percent: float | None = None
-    """Until 85 % of the samples are done."""
+    """Bubble rate until 85 % of the samples are done."""
     padding_percent: float = 0.0
     samples_per_step: float = float(MINIBATCH_SIZE)
-    """Of one rank, on average."""
+    """Samples of one rank in a step, on average."""
     oldest: int = 0
-    """Most steps that a sample has waited in its pool."""
+    """The largest number of steps that a sample has waited in its pool."""
 
     @classmethod
     def of(cls, law: str, kind: str, epoch: StreamedEpoch) -> StreamRow:
-        """Of an epoch."""
+        """The row of a simulated epoch."""
         return cls(
             law,
             kind,
@@ -220,7 +221,7 @@ class StreamRow:
 
 
 def simulate_streams(law: str, num_samples: int, max_tokens: int, seed: int = 0) -> list[StreamRow]:
-    """All rows of one law."""
+    """Simulate all rows of one law."""
     time_per_1000, bubble_rate = simulate_known(law, num_samples, seed)
     known = StreamRow(law, "LB-Mini (known)", round(time_per_1000, 3), round(100 * bubble_rate, 3))
     streamed = [StreamRow.of(law, kind, simulate_stream(kind, law, num_samples, max_tokens, seed)) for kind in STREAMS]

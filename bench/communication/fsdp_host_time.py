@@ -75,11 +75,11 @@ SWITCHED_OFF: dict[str, tuple[type, ...]] = {
     "moving nothing": (Engine,),
     "ODC": (),
 }
-"""Of the patched model: whose operations do nothing."""
+"""Kinds of microbatch of the patched model, and the classes whose operations do nothing in them."""
 STAGED: dict[str, tuple[type, ...]] = {"staged, moving nothing": (Engine,), "staged": ()}
-"""Of the model that is patched with ODC_STAGING=on."""
+"""The same for the model that is patched with ODC_STAGING=on."""
 SMALL: dict[str, tuple[type, ...]] = {"all small": ()}
-"""Of a model all of whose parameters are small."""
+"""The same for a model whose parameters are all small."""
 KINDS = (PLAIN, ALONE, FSDP2, UNSTAGED, *SWITCHED_OFF, *STAGED, *SMALL)
 PARTS = {
     OWN: (ALONE, PLAIN),
@@ -91,17 +91,17 @@ PARTS = {
     "all of ODC": ("moving nothing", FSDP2),
     "bytes": ("ODC", "moving nothing"),
 }
-"""Each the difference of two kinds."""
+"""Each part is the difference of two kinds."""
 WAYS = {
     "": ("staged, moving nothing", "moving nothing"),
     "_small": ("staged", "all small"),
 }
-"""Staged and in place, to be taken less the model without FSDP."""
+"""The staged kind and the kind in place of each comparison. The model without FSDP is subtracted from both."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured."""
+    """Sizes and numbers of one measurement."""
 
     num_units: int = 24
     rounds: int = 8
@@ -109,7 +109,7 @@ class Settings:
     keep: bool = False
     """Parameters stay unsharded between forward and backward (``reshard_after_forward=False``)."""
     num_parameters: int = 12
-    """Of a unit."""
+    """Parameters of a unit."""
 
 
 class _Nothing(torch.autograd.Function):
@@ -126,7 +126,7 @@ class _Nothing(torch.autograd.Function):
 
 
 SIDE = 16
-"""Rows and columns of a matrix, length of a vector."""
+"""Rows and columns of a matrix; length of a vector."""
 
 
 class Layer(nn.Module):
@@ -220,7 +220,7 @@ def _sharded(settings: Settings, world_size: int) -> nn.Sequential:
 
 
 def measure_rank(me: Rank, settings: Settings) -> list[dict[str, float]]:
-    """CPU us by unit of each kind of microbatch, for each repetition."""
+    """CPU time per unit, in us, of each kind of microbatch in each repetition."""
     plain, fsdp, ours = _model(settings), _sharded(settings, me.world_size), _sharded(settings, me.world_size)
     for layer in fsdp:
         assert isinstance(layer, FSDPModule)
@@ -262,7 +262,7 @@ class _Turns:
         self._token, self._input = torch.zeros(1), torch.zeros(8, requires_grad=True)
 
     def take(self, kinds: Kinds) -> dict[str, float]:
-        """This rank's turn: the median of each kind over the rounds. Collective."""
+        """Take this rank's turn; return the median of each kind over the rounds. Collective."""
         dist.barrier()
         if self._rank:
             dist.recv(self._token, self._rank - 1)
@@ -288,7 +288,8 @@ class _Turns:
 
 
 def summarize(ranks: Sequence[Sequence[dict[str, float]]], about: Mapping[str, int]) -> Entries:
-    """The kinds in us, the parts in us and in per cent of FSDP2's own, and the two ways; ``about`` begins all rows."""
+    """The rows of the three tables: parts in us and in percent of FSDP2's own, ways, and kinds in us. ``about`` begins
+    each row."""
     kinds = {name: np.array([row[name] for rows in ranks for row in rows]) for name in KINDS}
     differences = {name: kinds[more] - kinds[less] for name, (more, less) in PARTS.items()}
     own = np.median(differences[OWN])

@@ -23,7 +23,7 @@ NOBODY, LAST, IN_TURN = "nobody", "the last rank", "each in turn"
 
 
 def measure_late(me: Rank, repetitions: int, hosts: int) -> list[dict[str, Any]]:
-    """The rows under load. Collective; every rank returns the same ones."""
+    """Measure the rows of the table under load. Collective; every rank returns the same rows."""
     with create_runtime(me, config_of(me, hosts), NUMEL, NUM_UNITS) as runtime:
         ways = {runtime.transport_name: _Minibatches(me, runtime)}
         backend = dist.get_backend()
@@ -67,7 +67,7 @@ class _Minibatches:
         self.gradient = torch.ones_like(self.whole)
 
     def run(self, me: Rank, late: str) -> tuple[float, float]:
-        """Seconds to this rank's last push, and to the end of the minibatch."""
+        """Run one minibatch; return the seconds to this rank's last push, and to the end of the minibatch."""
         operations = self.operations
         for unit in range(NUM_UNITS):
             operations.publish(unit, lambda out: out.copy_(self.shard))
@@ -99,10 +99,10 @@ class _Collectives:
         self._shard = torch.zeros(NUMEL, device=me.device)
 
     def publish(self, unit: int, fill: object) -> None:
-        """There is nothing to tell."""
+        """Do nothing: an all-gather reads the shard itself."""
 
     def begin(self) -> None:
-        """Nor here."""
+        """Do nothing."""
 
     def gather(self, unit: int, out: torch.Tensor) -> None:
         ALL_GATHER(out, self._shard)
@@ -111,4 +111,4 @@ class _Collectives:
         REDUCE_SCATTER(self._shard, gradient)
 
     def finish(self) -> None:
-        """Nor here."""
+        """Do nothing: each collective was complete when it returned."""

@@ -31,13 +31,14 @@ _TINY = 1e-12
 
 @dataclass
 class Reader:
-    """What reads from one owner after the other: ``left`` slices, of which it is at number ``at``."""
+    """A reader that takes slices from one owner after the other: ``left`` slices remain, and it is at owner number
+    ``at``."""
 
     rank: int
     at: int
     left: int
     slice: float
-    """Of a gather, which is 1."""
+    """Size of a slice; a whole gather is 1."""
     rest: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +51,7 @@ class Reader:
 
 
 def max_min_rates(flows: Sequence[tuple[int, int]]) -> list[float]:
-    """The rate of each flow (into rank, out of rank); all links carry 1 each way.
+    """The rate of each flow, which is a pair (into rank, out of rank). Each link carries 1 in each direction.
 
     >>> max_min_rates([(0, 2), (1, 2), (1, 3)])
     [0.5, 0.5, 0.5]
@@ -74,7 +75,8 @@ def max_min_rates(flows: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def gather_times(num_ranks: int, num_readers: int, ratio: float, num_gathers: int, seed: int) -> list[float]:
-    """Of each gather of each rank, over what it takes alone; ``ratio``: of the mean computation to that."""
+    """Times of all gathers of all ranks, over the time of a gather alone. ``ratio`` is the mean computation over that
+    time."""
     choice, now, found = random.Random(seed), 0.0, list[float]()
     begin_at = {rank: choice.random() * (1 + ratio) for rank in range(num_ranks)}  # those that compute
     began, readers, counts = dict[int, float](), dict[int, list[Reader]](), [0] * num_ranks

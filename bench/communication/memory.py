@@ -69,7 +69,7 @@ from odc.fsdp_patch.pending import settled
 
 FSDP2, STAGED, IN_PLACE, BY_UNIT = "FSDP2", "ODC staged", "ODC in place", "ODC by unit"
 WAYS = {FSDP2: None, STAGED: "on", IN_PLACE: "auto", BY_UNIT: "auto"}
-"""And ODC_STAGING of each."""
+"""The ways, and the value of ODC_STAGING for each; None is FSDP2 without ODC."""
 PHASES = ("forward", "backward", "end")
 MILLIONS, RANKS = Numbers(25, 100), Numbers(2, 4)
 MB = 1e-6
@@ -77,18 +77,18 @@ MB = 1e-6
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured."""
+    """What one run measures."""
 
     way: str
     width: int
     num_blocks: int = 8
     num_tokens: int = 4
     steps: int = 2
-    """One more first."""
+    """Measured steps; one more comes first."""
 
 
 class Block(nn.Module):
-    """12 parameters, 12 times the width squared and some."""
+    """A transformer block of 12 parameters, with about 12 times the square of the width as elements."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Block(nn.Module):
 
 
 def width_of(millions: int, num_blocks: int) -> int:
-    """With which so many blocks have about so many million parameters: a multiple of 64."""
+    """The width, a multiple of 64, with which ``num_blocks`` blocks have about ``millions`` million parameters."""
     return 64 * max(1, round(math.sqrt(millions * 1e6 / (12 * num_blocks)) / 64))
 
 
@@ -114,19 +114,19 @@ _M_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 1 << 16  # malloc.h
 
 
 def keep_nothing_freed() -> None:
-    """From now on what is freed is gone from this process."""
+    """Have malloc return freed memory to the system from now on."""
     if not ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES):
         raise NotRunError("malloc of this system has no M_MMAP_THRESHOLD: freed memory would be counted")
 
 
 def return_freed() -> None:
-    """What is garbage, and what malloc keeps of small pieces."""
+    """Return garbage, and the small pieces that malloc keeps, to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def status_bytes(field: str) -> int:
-    """A size in /proc/self/status."""
+    """The size under ``field`` in /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -134,7 +134,7 @@ def status_bytes(field: str) -> int:
 
 
 def begin_peak() -> None:
-    """The high water mark is what there is now."""
+    """Reset the high water mark to the present memory."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:
@@ -142,12 +142,12 @@ def begin_peak() -> None:
 
 
 def private_peak() -> int:
-    """Largest anonymous memory since :func:`begin_peak`, in bytes."""
+    """The largest anonymous memory since :func:`begin_peak`, in bytes."""
     return status_bytes("VmHWM") - status_bytes("RssFile") - status_bytes("RssShmem")
 
 
 def shared_bytes(world_size: int) -> int:
-    """ODC's memory of this rank, which maps that of all ranks, of equal size."""
+    """Bytes of ODC's shared memory of this rank. A rank maps the memory of all ranks, whose sizes are equal."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:odc-" in line:
@@ -157,7 +157,7 @@ def shared_bytes(world_size: int) -> int:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Of tensors, or of this rank's parts of them; what several of them lie in counts once."""
+    """Bytes of the tensors' memory, or of this rank's parts of it. Memory that several tensors share counts once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
         if tensor is not None:
@@ -188,7 +188,7 @@ class _Training:
         self._is_by_unit = settings.way == BY_UNIT
 
     def patched(self, way: str) -> AbstractContextManager[Any]:
-        """The session, if it is a way of ODC's."""
+        """The session of a way of ODC's; for FSDP2 alone a context of None."""
         staging = WAYS[way]
         if staging is None:
             return nullcontext()
@@ -197,7 +197,7 @@ class _Training:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of those that there are, without waiting for those to come."""
+        """Bytes of the gradients that exist now, without waiting for gradients to come."""
         return storage_bytes(settled(parameter.grad) for parameter in self._model.parameters())
 
     @property
@@ -210,14 +210,14 @@ class _Training:
         return storage_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
     def parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Of a step: phases, one after the other."""
+        """The phases of a step, one after the other, with what each does."""
         for _ in range(2):
             yield "forward", self._forward
             yield "backward", self._backward
         yield "end", self._end
 
     def clear(self) -> None:
-        """Behind a step."""
+        """Clear gradients after a step."""
         self._optimizer.zero_grad()
 
     def _end(self) -> None:
@@ -236,12 +236,12 @@ class _Training:
 
 
 Peaks = dict[str, dict[str, int]]
-"""By phase the largest, in bytes: what was private (``peak``), ``gradients`` that the script held before or after, and
-what was there ``beside`` these."""
+"""Largest values by phase, in bytes: private memory (``peak``), ``gradients`` that the script held before or after the
+phase, and private memory ``beside`` these."""
 
 
 def measure_rank(me: Rank, settings: Settings) -> dict[str, Any]:
-    """Bytes of this rank: what it holds, and its peaks in each step."""
+    """Measure this rank: the bytes that it holds, and its peaks in each step."""
     keep_nothing_freed()
     _warm_up(me, replace(settings, num_blocks=2))
     return_freed()
@@ -309,7 +309,7 @@ def _allocations(training: _Training) -> list[int]:
 
 
 def summarize(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The row of one way: of the rank whose peak is the largest, bytes and multiples of a unit."""
+    """The row of one way, in bytes and in units: that of the rank with the largest peak."""
     return max((_row_of(rank) for rank in ranks), key=lambda row: row["peak"])
 
 
@@ -330,7 +330,8 @@ def _row_of(rank: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare(rows: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Add to the rows, by way, how their peaks are to FSDP2's; what of ODC in place is not as it should be."""
+    """Add the comparison with FSDP2's peak to the rows, which are keyed by way. Return what is wrong with ODC in
+    place."""
     plain, ours = rows[FSDP2], rows[IN_PLACE]
     for row in rows.values():
         row["ratio"] = row["peak"] / plain["peak"]

@@ -64,7 +64,7 @@ SIZE_LIMIT_S = 20.0  # of one size; large sizes get fewer repetitions, never few
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RIVALS = {"gather": ("all_gather", "copy"), "scatter_accumulate": ("reduce_scatter", "add")}
 Operation = tuple[str, str, Callable[[], object], Callable[[], object]]
-"""(operation, by whom, what is called, what ends it)."""
+"""(name, by whom, the call, the call that ends a series of them)."""
 
 
 class Workload:
@@ -103,7 +103,8 @@ class Workload:
         self.sum = torch.zeros(numel * me.world_size, device=me.device)  # sums are of float32
 
     def repetition(self) -> Iterator[Operation]:
-        """In turn. Publishing is not timed; the end of a minibatch is on a GPU, with the pushes."""
+        """The operations of one repetition, in turn. Publishing is not timed. On a GPU the end of a minibatch is timed
+        with the pushes."""
         runtime = self.runtime
         runtime.publish(0, lambda out: out.copy_(self.shard))
         runtime.begin()
@@ -127,7 +128,7 @@ class Workload:
         REDUCE_SCATTER(self.reduced, self.source)
 
     def wrong(self) -> dict[str, int]:
-        """How many elements of all ranks are not what they must be, by operation. One minibatch of one push."""
+        """Run one minibatch with one push; return by operation how many elements of all ranks are wrong."""
         runtime, me, numel = self.runtime, self.me, self.shard.numel()
         dtype, ranks = self.shard.dtype, range(me.world_size)
         shards = torch.cat([_pattern(rank, numel, dtype) for rank in ranks])
@@ -170,7 +171,8 @@ def _nothing() -> None:
 
 
 def measure_size(me: Rank, num_bytes: int, repetitions: int, **options: Any) -> list[dict[str, Any]]:
-    """All operations at one size. Collective; every rank returns the same rows. Options: of :class:`Workload`."""
+    """Measure all operations at one size. Collective; every rank returns the same rows. ``options`` are those of
+    :class:`Workload`."""
     workload = Workload(me, num_bytes, **options)
     samples: dict[tuple[str, str], list[float]] = {}
     started = time.monotonic()
@@ -194,14 +196,14 @@ def measure_size(me: Rank, num_bytes: int, repetitions: int, **options: Any) -> 
 
 
 def bandwidths(row: dict[str, Any]) -> dict[str, float]:
-    """GB/s, as nccl-tests counts them."""
+    """Bandwidths in GB/s, as nccl-tests counts them."""
     algbw = row["num_bytes"] / row["time_s"]["median"] * 1e-9
     between = 1.0 if row["operation"] in ("copy", "add") else (row["ranks"] - 1) / row["ranks"]
     return {"algbw": algbw, "busbw": algbw * between}
 
 
 def timed(me: Rank, call: Callable[[], object], end: Callable[[], object] = _nothing, calls: int = 1) -> float:
-    """Seconds of one call, on the slowest rank."""
+    """Seconds of one call on the slowest rank, measured over ``calls`` calls."""
     me.meet()
     started = time.perf_counter()
     for _ in range(calls):
@@ -215,7 +217,7 @@ def timed(me: Rank, call: Callable[[], object], end: Callable[[], object] = _not
 def measure_rank(
     me: Rank, sizes: Sequence[int], dtypes: Sequence[str], repetitions: int, late: int, options: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """The rows of all sizes, those under load, and who this rank is."""
+    """Measure all sizes; return their rows, the rows under load, and a description of this rank."""
     rows = []
     for dtype in dtypes:
         for size in sizes:
@@ -245,12 +247,12 @@ def size_text(size: int) -> str:
 
 
 def size_of(row: Row) -> str:
-    """For the column of a table."""
+    """The size of a row, for the column of a table."""
     return size_text(row["num_bytes"])
 
 
 def choose(place: Place, ranks: int, hosts: int) -> int:
-    """On how many ranks to measure: one for each GPU, or two.
+    """The number of ranks to measure on: ``ranks``; by default one for each GPU, or two.
 
     Raises:
         ValueError: that cannot be done here.
@@ -308,8 +310,8 @@ def measure(
 def with_ratios(
     rows: list[dict[str, Any]], rivals: Mapping[str, Sequence[str]] = MappingProxyType(RIVALS)
 ) -> list[dict[str, Any]]:
-    """Beside each gather and push, how many times as fast it is as the collective and as plain memory, which touches as
-    many bytes as cross in a gather, and all that are pushed.
+    """Add to each gather and push how many times as fast it is as the collective and as plain memory. Plain memory
+    touches as many bytes as cross between ranks in a gather, and as all that are pushed.
 
     Args:
         rivals: these two of each operation, or the collective alone.
@@ -324,7 +326,8 @@ def with_ratios(
 
 
 def as_nccl_tests(result: Entries) -> str:
-    """As nccl-tests prints: the ranks, a line for each size with all operations side by side, sums. 100 columns."""
+    """The result as nccl-tests prints it, in 100 columns: the ranks, a line for each size with all operations side by
+    side, sums."""
     rows = result["rows"]
     by = {row["operation"]: row["by"] for row in rows}
     own, others = [*RIVALS], sorted(by.keys() - RIVALS.keys(), key=lambda name: (by[name] == "torch", name))

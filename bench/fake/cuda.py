@@ -51,7 +51,7 @@ _MAPPINGS: weakref.WeakValueDictionary[int, torch.Tensor] = (
 
 
 class FakeEngine(Engine):
-    """Streams by name; a thread's current one is "main" unless it says otherwise.
+    """An engine whose streams have names. A thread's current stream is "main" unless it chooses another.
 
     Args:
         delay_s: None: work is done within the call; else the longest pause before each piece of work.
@@ -109,16 +109,16 @@ class FakeEngine(Engine):
             work()
 
     def await_condition(self, is_met: Callable[[], bool], what: str) -> None:
-        """The current stream goes on when ``is_met``; see :meth:`FakeDevice.await_condition`."""
+        """Have the current stream go on only when ``is_met``; see :meth:`FakeDevice.await_condition`."""
         waiting = f"stream {self.current!r} waits for {what}"
         self.run(lambda: self.fake_device.await_condition(is_met, waiting))
 
     def wait_for(self, name: str) -> None:
-        """The current stream goes on when the stream of this name has done all it was given."""
+        """Have the current stream go on only when the stream of this name has done all that it was given so far."""
         self.await_condition(self._stream(name).event().has_come, f"stream {name!r}")
 
     def num_launches(self) -> int:
-        """Calls of a driver that a device would have taken from this thread so far."""
+        """How many driver calls this thread would have made so far on a device."""
         return int(getattr(self._here, "launches", 0))
 
     def _launch(self, work: Callable[[], object], after_chunk: AfterChunk) -> None:
@@ -224,7 +224,7 @@ class FakeEngine(Engine):
 
 
 class FakeCuda(CudaRuntime):
-    """On memory of the host."""
+    """The runtime, on memory of the host."""
 
     def __init__(
         self,
@@ -335,20 +335,21 @@ class FakeCuda(CudaRuntime):
         ctypes.c_uint32.from_address(address).value = value
 
     def end_of_process(self) -> None:
-        """What the end of a process gives back: after an error the transport leaves everything to it."""
+        """Give back all memory, as the end of a process does. After an error the transport leaves everything to that
+        end."""
         for address in list(self._memory):
             self.free(address)
         self._mapped.clear()
         self.registered.clear()
 
     def leaks(self) -> list[str]:
-        """What was not given back."""
+        """What was not given back, in words."""
         found = {"memory": len(self._memory), "mapped": len(self._mapped), "registered": len(self.registered)}
         return [f"{number} x {name}" for name, number in found.items() if number]
 
 
 class FakeCudaTransport(CudaIpcTransport):
-    """``cuda_ipc`` on CPU tensors. Streams do their work within the call: plain torch code may be in between."""
+    """``cuda_ipc`` on CPU tensors. Streams do their work within the call, so plain torch code may come in between."""
 
     name: ClassVar[str] = "fake_cuda"
     delay_s: ClassVar[float | None] = None
@@ -381,7 +382,7 @@ class FakeCudaTransport(CudaIpcTransport):
 
 
 def end_of_fake(transport: Any) -> None:
-    """After a transport's close(): note what it has not given back, and end its streams."""
+    """After a transport's close(): note in ``leaked`` what it has not given back, and end its streams."""
     if hasattr(transport, "fake"):
         engine = transport.fake.engine()
         engine.close()
@@ -392,7 +393,7 @@ def end_of_fake(transport: Any) -> None:
 
 
 class AsynchronousFakeCudaTransport(FakeCudaTransport):
-    """With streams that lag behind the host."""
+    """The same with streams that lag behind the host."""
 
     name: ClassVar[str] = "fake_cuda_streams"
     delay_s: ClassVar[float | None] = 2e-4
@@ -405,13 +406,13 @@ FAKES = {
 
 
 def register_fakes() -> None:
-    """For the rest of this process."""
+    """Register the fake transports for the rest of this process."""
     from odc.transports import registry
 
     registry._LOCATIONS.update(FAKES)
 
 
 def register_prompt_fakes() -> None:
-    """As :func:`register_fakes`; streams pause only where they are told to."""
+    """As :func:`register_fakes`, with streams that pause only where they are told to."""
     register_fakes()
     AsynchronousFakeCudaTransport.delay_s = 0.0

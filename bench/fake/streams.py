@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 WAIT_LIMIT_S = 60.0
-"""For which a stream waits for another one: far longer than on a loaded machine, less than a check gives its ranks."""
+"""How long a stream waits for another one: far longer than on a loaded machine, and less than a check gives its
+ranks."""
 _LOOK_S = 0.05
 
 
@@ -18,7 +19,7 @@ class FakeDeviceError(RuntimeError):
 
 
 class FakeDevice:
-    """What the streams of one rank share: the first error of any of them, behind which none does anything.
+    """What the streams of one rank share: the first error of any of them. After an error no stream does anything.
 
     As after an error of CUDA's, each later call says so. A stream that went on would compute from what is not there,
     and whoever checks that would take it for a mistake of what is checked.
@@ -33,7 +34,8 @@ class FakeDevice:
             raise FakeDeviceError(f"a stream of the fake has failed: {self.errors[0]}") from self.errors[0]
 
     def await_condition(self, is_met: Callable[[], bool], what: str) -> None:
-        """For streams: return when ``is_met``, which may wait for a moment itself, or when a stream has failed.
+        """Called in a stream: return when ``is_met``, or when a stream has failed. ``is_met`` may itself wait for a
+        moment.
 
         Args:
             what: the stream, and what it waits for.
@@ -48,7 +50,7 @@ class FakeDevice:
 
 
 class FakeEvent:
-    """Set when a stream has come to it."""
+    """An event that is set when its stream has come to it."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -57,11 +59,11 @@ class FakeEvent:
         self.is_set = self._event.is_set
 
     def has_come(self) -> bool:
-        """For :meth:`FakeDevice.await_condition`."""
+        """A condition for :meth:`FakeDevice.await_condition`."""
         return self._event.wait(_LOOK_S)
 
     def wait(self, timeout_s: float) -> bool:
-        """For hosts: whether it has been set within ``timeout_s``.
+        """Called on the host: whether the event has been set within ``timeout_s``.
 
         Raises:
             FakeDeviceError: it will not be, since a stream has failed.
@@ -75,7 +77,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Work in order, in a thread of its own."""
+    """A thread that does the work that it is given, in order."""
 
     def __init__(self, delay_s: float, seed: int, device: FakeDevice) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -89,7 +91,7 @@ class FakeStream:
         self._queue.put(work)
 
     def event(self) -> FakeEvent:
-        """Set when the stream has done all it was given."""
+        """An event that is set when the stream has done all that it was given so far."""
         done = FakeEvent(self._device)
         self.submit(done.set)
         return done

@@ -45,16 +45,16 @@ TABLE = Table(
     ),
 )
 Row = dict[str, Any]
-"""Of :func:`odc.bench.communication.primitives.measure_size`, pushes by the name of their way."""
+"""A row of :func:`odc.bench.communication.primitives.measure_size`, in which a push has the name of its way."""
 
 
 def check_shared(setting: Setting) -> Report:
-    """Ranks that share GPUs: memory of other processes, but of the same device."""
+    """Check ``bandwidth``: ranks that share GPUs, so that memory of other processes is memory of the same device."""
     return _check(setting, [world for world in setting.worlds if not setting.owns_gpus(world)])
 
 
 def check_peers(setting: Setting) -> Report:
-    """A GPU per rank: the links between them, and NCCL."""
+    """Check ``peer_bandwidth``: a GPU per rank, the links between them, and NCCL."""
     return _check(setting, [world for world in setting.worlds if setting.owns_gpus(world)])
 
 
@@ -78,14 +78,14 @@ def _fastest(rows: Sequence[Row]) -> str:
 
 
 def accumulate_of(rows: Sequence[Row], world_size: int) -> str:
-    """What "auto" should do on this machine."""
+    """Who should add pushes on this machine, by the rows of ``world_size`` ranks: what "auto" chooses."""
     of_world = sorted((row for row in rows if row["ranks"] == world_size), key=lambda row: int(row["num_bytes"]))
     times = {row["operation"]: row["time_s"]["median"] for row in of_world}  # at last of the largest size
     return choose_accumulate(*(times.get(operation) for operation in PUSHES.values()))
 
 
 def measure_all(rank: Rank) -> tuple[list[Row], dict[str, Any]]:
-    """All sizes, then the two ways of a gather. Collective; the same on every rank."""
+    """Measure all sizes, then the two ways of a gather. Collective; every rank returns the same."""
     quick = rank.place.quick
     sizes, repetitions = (QUICK_SIZES, QUICK_REPETITIONS) if quick else (SIZES, REPETITIONS)
     modes = [mode for mode in PUSHES if mode == "daemon" or _can_add_directly(rank)]
@@ -100,7 +100,7 @@ def _can_add_directly(rank: Rank) -> bool:
 
 
 def measure(rank: Rank, num_bytes: int, repetitions: int, mode: str = "daemon", everything: bool = True) -> list[Row]:
-    """The pushes of one ``mode`` at one size; with ``everything``, the other operations too.
+    """Measure the pushes of one ``mode`` at one size; with ``everything``, the other operations too.
 
     Raises:
         CheckFailedError: an element is wrong.
@@ -133,7 +133,7 @@ WAYS = Table(
 
 
 def measure_transfers(rank: Rank, sizes: Sequence[int], repetitions: int) -> dict[str, Any]:
-    """Median seconds of the slowest rank, by way and size. Collective.
+    """Median seconds of a gather on the slowest rank, by way and size. Collective.
 
     Empty where the kernel cannot be used: on a CPU, or if a rank's memory is not addressable from all others.
     """
@@ -166,8 +166,8 @@ def _measure_ways(
 
 
 def choose_accumulate(direct_s: float | None, daemon_s: float | None) -> str:
-    """By the times of the largest pushes. Clients that add themselves depend on nobody, so they may take :data:`WORTH`
-    times as long; without times of both it is "direct".
+    """Choose who adds pushes, by the times of the largest ones. Direct additions depend on no other rank, so they may
+    take :data:`WORTH` times as long as a daemon's. Without both times the choice is "direct".
 
     >>> choose_accumulate(3.0, 2.0), choose_accumulate(5.0, 2.0)
     ('direct', 'daemon')
@@ -176,7 +176,8 @@ def choose_accumulate(direct_s: float | None, daemon_s: float | None) -> str:
 
 
 def transfer_report(transfers: dict[str, Any], path: str, accumulate: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows of :data:`WAYS` and the measured table in a word; saved if ``path`` is not empty and there is one."""
+    """The rows of :data:`WAYS`, and the measured table in words. The table is saved to ``path`` if that is not
+    empty."""
     if not transfers:
         return [], "transfers not compared"
     sizes, seconds = transfers["sizes"], transfers["seconds"]

@@ -20,13 +20,13 @@ _CALIBRATION_CYCLES = 20_000_000
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """One of torch's pool of streams."""
+    """A stream of torch's pool."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
 
 
 def on_a_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, the current stream is not the default one, which takes no batches of copies; nor is it where FSDP
+    """Inside, the current stream is neither the default one, which takes no batches of copies, nor one on which FSDP
     communicates."""
     return torch.cuda.stream(new_stream(device)) if device.type == "cuda" else nullcontext()
 
@@ -37,7 +37,7 @@ def timing_event() -> torch.cuda.Event:
 
 
 def seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    """Both events have been reached."""
+    """Seconds between two events, which have both been reached."""
     return float(start.elapsed_time(end)) * 1e-3
 
 
@@ -48,7 +48,7 @@ def spin(cycles: int) -> None:
 
 @functools.cache
 def cycles_per_s() -> float:
-    """How many cycles of :func:`spin` the current GPU makes in a second. Waits for it, the first time."""
+    """How many cycles of :func:`spin` the current GPU makes in a second. The first call waits for the GPU."""
     start, end = timing_event(), timing_event()
     spin(_CALIBRATION_CYCLES)  # the clocks rise
     start.record()
@@ -65,13 +65,13 @@ _LEAD_CYCLES = 2_000_000  # the GPU is busy so long that the host has queued a w
 
 
 Operation = Callable[[int], object]
-"""Called with the number of the repetition, so that it can take turns among buffers."""
+"""An operation is called with the number of the repetition, so that it can take turns among buffers."""
 
 
 def interleaved(
     operations: Mapping[str, Operation], repetitions: int, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Every operation once per repetition, in turn, after two repetitions that warm up.
+    """Time every operation once per repetition, in turn, after two repetitions that warm up.
 
     On a GPU by events, with the launches queued beforehand, so that the host's speed is not part of the time.
     """
@@ -123,7 +123,7 @@ _PACKAGES = (
 
 
 def why_no_gpu() -> str | None:
-    """What this machine lacks for any check, with what to do about it; None if there is a GPU."""
+    """What this machine lacks for any check, and what to do about it; None if there is a GPU."""
     if torch.cuda.is_available() and torch.cuda.device_count():
         return None
     if torch.version.cuda is None:
@@ -136,7 +136,8 @@ def why_no_gpu() -> str | None:
 
 
 def describe(setting: Setting) -> Report:
-    """Hardware, driver, versions and date, as a check of its own process: asking CUDA may make a context."""
+    """A description of hardware, driver, versions and date. It runs as a check in its own process, because asking CUDA
+    may make a context."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     environment = {
         **describe_environment(),

@@ -54,7 +54,7 @@ def _none_shared(setting: Setting) -> str | None:
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the table."""
+    """A check, which is one row of the table."""
 
     name: str
     proves: str
@@ -64,7 +64,7 @@ class Check:
     why_not: Callable[[Setting], str | None] = lambda setting: None
     """Why it cannot run here, or None."""
     optional: bool = False
-    """That it does not run here leaves nothing unproven: another check shows more."""
+    """Whether nothing stays unproven if this check does not run: another check shows more."""
 
 
 CHECKS = (
@@ -115,12 +115,12 @@ _STYLES = {PASSED: "green", FAILED: "bold red", NOT_RUN: "yellow"}
 
 
 def console() -> Console:
-    """Of the width of the terminal, or of a file."""
+    """A console as wide as the terminal, or 140 columns for a file."""
     return Console(width=None if sys.stdout.isatty() else 140)
 
 
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
-    """What failed, at length; what was measured; and a line per check, last."""
+    """Print the output of failed checks, the tables of what was measured, and last a line per check."""
     for outcome in outcomes:
         if outcome.log:
             console().print(
@@ -145,7 +145,7 @@ def _plain(text: str) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """One line."""
+    """Numbers of checks by status, in one line."""
     counts = {status: sum(outcome.status == status for outcome in outcomes) for status in _STYLES}
     return ", ".join(f"{count} {status}" for status, count in counts.items() if count)
 
@@ -173,14 +173,14 @@ RANKS = 2
 
 
 def passed(*results: Entries) -> Figures:
-    """Checks that have passed in one of the results."""
+    """The figure of how many checks have passed in one of the results."""
     rows = [check for result in results for check in result["checks"]]
     names = {check["name"] for check in rows if check["status"] == PASSED}
     yield "", f"passes {len(names)} of {len({check['name'] for check in rows})} checks"
 
 
 def measured(result: Entries, *others: Entries) -> Figures:
-    """Rows of tables: kernels, operations of ranks that share a GPU, the two ways of a gather."""
+    """Figures for rows of tables: kernels, operations of ranks that share a GPU, the two ways of a gather."""
     *more, of_bandwidth = others
     yield from passed(result, *more)
     for kernel, by_size in _ratios(result).items():
@@ -248,7 +248,7 @@ def measure(
 
 
 def run_checks(run: Run, checks: Sequence[Check], setting: Setting) -> Entries:
-    """Run ``checks`` and show what became of them; ``run.status`` becomes the exit code."""
+    """Run ``checks`` and show their outcomes. ``run.status`` becomes the exit code."""
     run.environment |= run_isolated("environment", "odc.bench.gpu.device:describe", setting, _DESCRIBE_LIMIT_S).data
     outcomes: list[Outcome] = []
     found: Entries = {}
@@ -272,7 +272,7 @@ def _run(check: Check, setting: Setting) -> Outcome:
 
 
 def exit_code(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> int:
-    """Green only if everything has run and passed."""
+    """The exit code; 0 only if all checks that are not optional have run and passed."""
     optional = {check.name for check in checks if check.optional}
     if any(outcome.status == FAILED for outcome in outcomes):
         return SOME_FAILED

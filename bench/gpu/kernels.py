@@ -58,7 +58,7 @@ def check(setting: Setting) -> Report:
 
 
 class Guarded:
-    """A view of ``numel`` elements at an odd place, between guards; its twin lies on the host."""
+    """A view of ``numel`` elements at an odd place, between guards. Its twin lies on the host."""
 
     def __init__(self, numel: int, dtype: torch.dtype, offset: int, device: torch.device) -> None:
         self._whole = torch.full((numel + 2 * _GUARD + offset,), _POISON, dtype=dtype, device=device)
@@ -70,7 +70,7 @@ class Guarded:
         return self
 
     def expect(self, wanted: torch.Tensor, what: str) -> None:
-        """The view has the bits of ``wanted`` (NaN is NaN), the guards their own."""
+        """Require that the view has the bits of ``wanted`` (any NaN equals NaN), and that the guards are unchanged."""
         found = self._whole.cpu()
         inside = found[self._inner]
         guards = torch.cat([found[: self._inner.start], found[self._inner.stop :]])
@@ -188,7 +188,7 @@ def _wait(device: torch.device) -> None:
 
 
 def part_rows(device: torch.device) -> PartRows:
-    """A table for one launch after the other, in memory that the device reads."""
+    """A table of rows for launches, in memory that the device reads."""
     return PartRows(torch.zeros(MAX_PARTS, COLUMNS, dtype=torch.int64, pin_memory=device.type == "cuda"))
 
 
@@ -324,7 +324,7 @@ _PERIOD = 251  # of the pattern: whole numbers that bf16 holds
 
 
 def check_large(device: torch.device) -> str:
-    """Every kernel once; which ones, for people."""
+    """Run every kernel once on buffers beyond 2**31. Returns their number in words."""
     parts: tuple[Callable[[torch.device], None], ...] = (
         _large_fill,
         _large_copy_cast,

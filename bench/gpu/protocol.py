@@ -41,7 +41,7 @@ def check_protocol(setting: Setting) -> Report:
 
 
 def run_cases(rank: Rank) -> dict[str, int]:
-    """All random cases; the same ones on every rank."""
+    """Run all random cases, the same on every rank."""
     numels = NUMELS if rank.device.type == "cuda" else NUMELS[:2]
     done = {"cases": 0, "comparisons": 0}
     for mode in MODES:
@@ -58,7 +58,7 @@ def run_cases(rank: Rank) -> dict[str, int]:
 
 
 def run_without_order(rank: Rank) -> int:
-    """How many wrong values this rank sees when its streams ignore what other ranks' streams have not done yet.
+    """How many wrong values this rank sees when its streams do not wait for other ranks' streams.
 
     Nobody waits for a device then, only for signals of hosts, so this ends whatever is read.
     """
@@ -109,7 +109,7 @@ def _soaked(setting: Setting, world_size: int, mode: str, minibatches: int, lose
 
 
 def soak(rank: Rank, mode: str, minibatches: int, lose_one: bool) -> tuple[int, int]:
-    """(how often sums of this rank were wrong, how often it has pushed)."""
+    """Run the soak on this rank. Returns how often its sums were wrong, and how often it has pushed."""
     chance = random.Random(minibatches)
     clients = range(1, rank.world_size)
     counts = [[0, *(chance.randint(0, MOST_PUSHES) for _ in clients)] for _ in range(minibatches)]
@@ -153,7 +153,8 @@ def check_items(setting: Setting) -> Report:
 
 
 def routes_of(world_size: int, number: int) -> list[list[list[tuple[int, int, int]]]]:
-    """The same on every rank: of each, up to 3 parts of up to 4 items (item, bytes, consumer), float32."""
+    """Random routes, the same on every rank. Each rank has up to 3 parts of up to 4 items (item, bytes, consumer) of
+    float32."""
     generator = random.Random(f"{world_size} {number}")
     largest = 40 if number < 4 else 100_000  # elements; the channel has to grow then
     ids = iter(range(10**6))
@@ -170,7 +171,7 @@ def routes_of(world_size: int, number: int) -> list[list[list[tuple[int, int, in
 
 
 def exchange_items(rank: Rank, num_rounds: int, delay_s: float, is_ordered: bool) -> dict[str, Any]:
-    """What went wrong on this rank, and how fast it reads. Collective."""
+    """Exchange items; return what went wrong on this rank, and how fast it reads. Collective."""
     config = RuntimeConfig(transport=rank.place.transport, timeout_s=TIMEOUT_S)
     items = ItemExchange.create(
         ProcessGroupExchange(), ["items"], config, capacity_bytes=CAPACITY_BYTES, device=rank.device

@@ -22,7 +22,7 @@ from odc.bench.harness.ranks import BenchError, NotRunError, Place, RankFailedEr
 
 
 class CheckFailedError(BenchError):
-    """What was checked is not so; the text says what was found and what was expected.
+    """A check has failed. The text says what was found and what was expected.
 
     Args:
         data: what was measured all the same, as that of a :class:`Report`.
@@ -42,19 +42,19 @@ def require(condition: bool, text: str) -> None:
 
 @dataclass(frozen=True)
 class Setting(Place):
-    """Where and how thoroughly to check. The same for every check and every rank."""
+    """Where and how thoroughly to check. It is the same for every check and every rank."""
 
     transport: str = "cuda_ipc"
     device_type: str = "cuda"
     worlds: tuple[int, ...] = (2, 4)
     """Numbers of ranks to check with."""
     minibatches: int = 1000
-    """Of the soak test."""
+    """Minibatches of the soak test."""
     transfer_table: str = ""
     """File for the table of measured transfers, if not empty."""
 
     def lacks_gpus(self, so: str) -> str | None:
-        """That even the fewest ranks have no GPU each, and what follows; None if they have."""
+        """A text if even the fewest ranks have no GPU each, ended by ``so``; None if they have."""
         world_size = min(self.worlds)
         if self.owns_gpus(world_size):
             return None
@@ -74,7 +74,8 @@ def run_ranks(
     limit_s: float | None = None,
     expendable: Collection[int] = (),
 ) -> list[Any]:
-    """What ``body(rank, *arguments)`` returned on every rank; None for the ``expendable`` ones, which may die.
+    """Run ``body(rank, *arguments)`` on every rank. Returns its values; None for the ``expendable`` ranks, which may
+    die.
 
     Raises:
         NotRunError: a rank raised it.
@@ -96,18 +97,18 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class Report:
-    """What a check has measured."""
+    """The result of a check that has passed."""
 
     figures: str
     """One line for the table."""
     data: dict[str, Any] = field(default_factory=dict)
-    """Everything, as JSON."""
+    """All that was measured, for JSON."""
     tables: tuple[Table, ...] = ()
-    """What of it is for people. Made in the check's process, so without lambdas."""
+    """Tables of ``data`` for people. They are made in the check's process, so they have no lambdas."""
 
 
 Body = Callable[[Setting], Report]
-"""A check. Passes by returning; a module-level function, since it runs in a process of its own."""
+"""A check. It passes by returning. It is a function of a module, because it runs in a process of its own."""
 
 
 # One check in a process group of its own: it may crash, hang or leave ranks behind, and the next one runs
@@ -119,13 +120,13 @@ _LOG_LINES = 30
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one check."""
+    """How one check has ended."""
 
     name: str
     status: str
     """:data:`PASSED`, :data:`FAILED` or :data:`NOT_RUN`."""
     figures: str = ""
-    """Measured, or the reason for the status."""
+    """What was measured in one line, or the reason for the status."""
     seconds: float = 0.0
     data: dict[str, Any] = field(default_factory=dict)
     tables: tuple[Table, ...] = ()
@@ -134,7 +135,8 @@ class Outcome:
 
 
 def run_isolated(name: str, body: str, setting: Setting, limit_s: float) -> Outcome:
-    """Run the check at ``body`` (``"module:function"``) for at most ``limit_s`` seconds. Never raises for it."""
+    """Run the check at ``body`` (``"module:function"``) for at most ``limit_s`` seconds. A failure of the check raises
+    nothing."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="odc-gpu-check-") as folder:

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel on ``out`` of fp32 and a source of ``source_dtype`` with as many elements."""
+    """A kernel with an output ``out`` of fp32 and a source of ``source_dtype`` with as many elements."""
 
     name: str
     launch: Launch
@@ -101,7 +101,7 @@ def _parts(count: int, buffer: torch.Tensor) -> tuple[PartRows, list[torch.Tenso
 
 
 def candidates() -> list[Candidate]:
-    """Kernels with the bytes they must move."""
+    """The kernels to measure, and the bytes that each has to move."""
     table_of = _by_buffer(lambda buffer: PeerTable.of(list(buffer.view(_OWNERS, -1))))  # equal parts, one per owner
 
     def gather_of(count: int, programs: int = REMOTE_PROGRAMS, warps: int = REMOTE_WARPS) -> Launch:
@@ -164,7 +164,7 @@ def check_kernels(setting: Setting) -> Report:
 
 
 def kernels_report(rows: list[dict[str, Any]]) -> Report:
-    """The figures, or what is too slow.
+    """The report, if no kernel is too slow.
 
     Raises:
         CheckFailedError: naming the kernels and sizes.
@@ -183,7 +183,8 @@ def kernels_report(rows: list[dict[str, Any]]) -> Report:
 
 
 def measure_kernel(candidate: Candidate, num_bytes: int, repetitions: int, device: torch.device) -> dict[str, Any]:
-    """One kernel whose output has ``num_bytes``, beside a copy that reads and writes as many bytes as it must."""
+    """Measure one kernel whose output has ``num_bytes``, beside a copy that reads and writes as many bytes as the
+    kernel must."""
     numel = num_bytes // 4
     moved = candidate.moved_bytes(numel)
     turns = max(1, min(16, _ROTATE_BYTES // moved)) if device.type == "cuda" else 1
@@ -215,7 +216,7 @@ def measure_kernel(candidate: Candidate, num_bytes: int, repetitions: int, devic
 
 
 LAYERS = {"1.5B": (1536, 256, 8960), "7B": (3584, 512, 18944), "32B": (5120, 1024, 27648)}
-"""Widths of the model, of its keys and values, and of its MLP."""
+"""Widths of a layer: of the model, of its keys and values, and of its MLP."""
 HOST_OWNERS = (8, 16)
 _OPERATIONS = ("gather", "push, clients add", "push, daemons add", "FSDP2's copies")
 _HOST_TABLE = Table(
@@ -251,13 +252,14 @@ def host_costs(rank: Rank, repetitions: int) -> list[dict[str, Any]]:
 
 
 def parameters(layer: str) -> list[int]:
-    """Elements of the parameters of a decoder layer: q, k, v with biases, o, the MLP's three, two norms."""
+    """Numbers of elements of the parameters of a decoder layer: q, k, v with biases, o, the three of the MLP, two
+    norms."""
     width, keys, inner = LAYERS[layer]
     return [width * width, width, *[keys * width, keys] * 2, width * width, *[inner * width] * 3, width, width]
 
 
 def costs(engine: Engine, device: torch.device, layer: str, num_owners: int, repetitions: int) -> dict[str, Any]:
-    """The cell of a table: microseconds of this thread's CPU, for each operation. Gradients are bf16, sums fp32."""
+    """The cell of a table: CPU microseconds of this thread for each operation. Gradients are bf16, sums are fp32."""
     wholes = [torch.zeros(numel, dtype=torch.bfloat16, device=device) for numel in parameters(layer)]
     numels = [whole.numel() // num_owners for whole in wholes]
     sums = [torch.zeros(4 * sum(numels), dtype=torch.uint8, device=device) for _ in range(num_owners)]
@@ -292,7 +294,7 @@ def costs(engine: Engine, device: torch.device, layer: str, num_owners: int, rep
 
 LAYER, OWNERS, SIDE = "7B", 8, 8192
 WIDTHS = ((64, 8), (32, 16), (16, 32), (8, 32))
-"""Programs, and warps of each."""
+"""Numbers of programs, and of warps in each."""
 _MATMULS = 4  # of a repetition
 _OVERLAP_TABLE = Table(
     "rows",
@@ -348,7 +350,7 @@ def measure_overlap(rank: Rank, repetitions: int) -> list[dict[str, Any]]:
 def timed(
     launch: Callable[[], object], matmul: Callable[[], object], device: torch.device, repetitions: int
 ) -> dict[str, float]:
-    """Median seconds of a transfer and of a matmul alone, and of a matmul beside transfers in another stream."""
+    """Median seconds of a transfer alone, of a matmul alone, and of a matmul beside transfers in another stream."""
     stream = new_stream(device) if device.type == "cuda" else None
 
     def matmuls(repetition: int) -> None:

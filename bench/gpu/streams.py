@@ -26,8 +26,7 @@ SYNCHRONIZE_LIMIT_S = 60.0
 
 
 class Streams:
-    """What the checks do with streams: those of an engine that poses as a GPU's; or none, and everything happens within
-    the call."""
+    """Streams of an engine that poses as a GPU's. If the engine has none, everything happens within the call."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -48,8 +47,8 @@ class Streams:
         return done.is_set
 
     def stamp(self) -> Callable[[], float]:
-        """When the current stream comes to this point, in seconds since some moment of this rank's; to be asked when it
-        has."""
+        """Ask later for the time at which the current stream has come to this point, in seconds since a fixed moment of
+        this rank."""
         times: list[float] = []
         self.engine.run(lambda: times.append(time.perf_counter()))
         return lambda: times[0]
@@ -61,7 +60,7 @@ class Streams:
 
 
 class CudaStreams(Streams):
-    """The same of torch's."""
+    """The same with torch's streams."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         super().__init__(engine)
@@ -100,7 +99,7 @@ def streams_of(engine: Engine, device: torch.device) -> Streams:
 
 
 class Verdicts:
-    """Comparisons made by a rank's streams, read at the end."""
+    """Comparisons that a rank's streams make, and that are read at the end."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -108,12 +107,13 @@ class Verdicts:
         self.count = 0
 
     def expect(self, what: str, found: torch.Tensor, wanted: torch.Tensor | float) -> None:
-        """``found`` equals ``wanted`` when the current stream comes to this point. ``wanted`` is not changed later."""
+        """Compare ``found`` with ``wanted`` when the current stream comes to this point. ``wanted`` must not change
+        later."""
         self.count += 1
         self._streams.engine.run(lambda: self._flags.append((what, torch.ne(found, wanted).any())))
 
     def failures(self) -> list[str]:
-        """What differed, or was never compared. The host waits for the streams."""
+        """What differed or was never compared. The host waits for the streams."""
         self._streams.synchronize()
         lost = self.count - len(self._flags)
         missing = [f"{lost} comparisons were not made"] if lost else []
@@ -129,7 +129,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Case:
-    """One random run: microbatches of [minibatch][rank]."""
+    """One random run. ``counts[minibatch][rank]`` are numbers of microbatches."""
 
     counts: tuple[tuple[int, ...], ...]
     mode: str = "daemon"
@@ -157,17 +157,17 @@ class Case:
 
 
 def version(minibatch: int, unit: int) -> float:
-    """What a shard of this version holds, but for the owner's number."""
+    """What a shard of this version holds, except for the owner's number."""
     return minibatch * 100.0 + unit * 10.0
 
 
 def contribution(minibatch: int, unit: int, client: int, microbatch: int) -> float:
-    """What a push holds, but for 1000 times the owner's number."""
+    """What a push holds, except for 1000 times the owner's number."""
     return float(((minibatch * 7 + unit * 5 + client * 3 + microbatch) % 1000) + 1)
 
 
 def create_runtime(rank: Rank, mode: str, numel: int, num_units: int = 1) -> tuple[Runtime, Streams]:
-    """A runtime on the transport of the setting, for units of one parameter, and its streams. Collective."""
+    """A runtime on the transport of the setting, for units of one parameter, with its streams. Collective."""
     accumulate, deterministic = MODES[mode]
     options = RuntimeConfig(
         transport=rank.place.transport, accumulate=accumulate, deterministic=deterministic, timeout_s=TIMEOUT_S
@@ -193,7 +193,7 @@ class RandomRun:
     def run(
         self, before_finish: Callable[[], object] = lambda: None, after_push: Callable[[], object] = lambda: None
     ) -> list[str]:
-        """What went wrong. Collective. The callbacks are code of a user, at these points of each rank."""
+        """Run the case; return what went wrong. Collective. The callbacks stand for code of a user at these points."""
         self._after_push = after_push
         with self.runtime:
             for minibatch, counts in enumerate(self.case.counts, start=1):

@@ -29,7 +29,7 @@ FSDPS = ("fsdp2", "fsdp1")
 
 
 class Perceptron(nn.Module):
-    """Linear layers only: nothing in it makes a host wait for its device."""
+    """A model of linear layers only: no layer makes a host wait for its device."""
 
     def __init__(self, width: int = 128, num_blocks: int = 3) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ def _qwen2() -> nn.Module:
 
 
 def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of whichever of the two models it is."""
+    """The logits of either of the two models."""
     out = model(tokens)
     logits: torch.Tensor = getattr(out, "logits", out)
     return logits
 
 
 def mesh_of(rank: Rank, *, is_replicated: bool = False) -> DeviceMesh:
-    """Of all ranks, on their devices; see :func:`odc.bench.proof.sharding.mesh_of`. Collective."""
+    """A mesh of all ranks on their devices; see :func:`odc.bench.proof.sharding.mesh_of`. Collective."""
     return sharding.mesh_of(rank.world_size, is_replicated=is_replicated, device_type=rank.device.type)
 
 
@@ -94,17 +94,17 @@ def shard(
 
 TIMEOUT_S = 60.0
 End = Callable[[nn.Module, torch.optim.Optimizer], object]
-"""What ends a step of the loop."""
+"""The end of a step of the loop."""
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """As most scripts end it."""
+    """End a step as most scripts do."""
     optimizer.step()
     optimizer.zero_grad()
 
 
 def counts_of(step: int, world_size: int) -> list[int]:
-    """Microbatches per rank: 1 to 3, and none on one rank, which changes from step to step."""
+    """Microbatches of each rank: 1 to 3, and none on one rank, which changes from step to step."""
     generator = random.Random(step)
     return [0 if rank == (step + 1) % world_size else generator.randint(1, 3) for rank in range(world_size)]
 
@@ -119,7 +119,7 @@ def num_tokens(step: int, world_size: int) -> int:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Sum over tokens."""
+    """The loss, summed over tokens."""
     logits = logits_of(model, tokens[:, :-1])
     wide = logits.float() if logits.dtype == torch.bfloat16 else logits
     return nn.functional.cross_entropy(wide.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
@@ -130,7 +130,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def microbatches_of_all(world_size: int, steps: int) -> Iterator[tuple[list[torch.Tensor], int]]:
-    """Those of all ranks in each step, and by how much their losses are to be divided."""
+    """For each step the microbatches of all ranks, and the number by which their losses are divided."""
     for number in range(steps):
         counts = enumerate(counts_of(number, world_size))
         yield (
@@ -142,7 +142,7 @@ def microbatches_of_all(world_size: int, steps: int) -> Iterator[tuple[list[torc
 def train_alone(
     model: nn.Module, minibatches: Iterable[tuple[Sequence[torch.Tensor], int]], end: End = step
 ) -> list[float]:
-    """The loss of every step of one process in float64, without FSDP and without ODC."""
+    """Train in one process in float64, without FSDP and without ODC; return the loss of every step."""
     model = model.double()
     device = next(model.parameters()).device
     optimizer, losses = optimizer_of(model), []
@@ -158,7 +158,7 @@ def train_alone(
 
 
 def train(rank: Rank, model: nn.Module, steps: int, end: End = step) -> list[float]:
-    """The loss of every step over all ranks, under ODC. Collective."""
+    """Train under ODC; return the loss of every step over all ranks. Collective."""
     optimizer, losses = optimizer_of(model), []
     with odc.patch_fsdp(model, transport=rank.place.transport, timeout_s=TIMEOUT_S):
         for number in range(steps):
@@ -188,14 +188,14 @@ def offloaded(model: nn.Module, rank: Rank) -> nn.Module:
 
 @torch.no_grad()
 def step_and_change(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Some by an operation that torch counts, others past it."""
+    """End a step and change all parameters, half of them by an operation that torch counts, half past its counter."""
     step(model, optimizer)
     for number, parameter in enumerate(model.parameters()):
         (parameter.data if number % 2 else parameter).mul_(0.99)
 
 
 def on_two_meshes(model: nn.Module, rank: Rank) -> nn.Module:
-    """The first layer has replicas."""
+    """Shard the model over all ranks, but its first layer over replicas."""
     replicas, everyone = mesh_of(rank, is_replicated=True), mesh_of(rank)
     model = model.to(rank.device)
     for modules, index in list(blocks_of(model)):
@@ -209,7 +209,7 @@ def _rounded(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 class Float8(torch.Tensor):
-    """A weight that travels in float8 with one scale for all of it, as torchao's."""
+    """A weight that travels in float8 with one scale for the whole tensor, as torchao's does."""
 
     high: torch.Tensor
 
@@ -375,7 +375,7 @@ def _compared(setting: Setting, world_size: int, forms: Mapping[str, Form], step
 
 
 def train_forms(rank: Rank, forms: Mapping[str, Form], steps: int) -> dict[str, tuple[list[float], list[float]]]:
-    """Of each form the losses of one process (rank 0 only), and of all ranks."""
+    """Train each form; return the losses of one process (rank 0 only), and of all ranks."""
     found = {}
     for name, form in forms.items():
         wanted = []

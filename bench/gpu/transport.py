@@ -47,7 +47,7 @@ def check(setting: Setting) -> Report:
 
 
 def conformance(rank: Rank) -> dict[str, Any]:
-    """All parts on one transport, then opening and closing it several times."""
+    """Run all parts on one transport, then open and close it several times."""
     with open_transport(rank, _RESERVED_BYTES) as transport:
         for part in PARTS:
             part(rank, transport)
@@ -57,7 +57,7 @@ def conformance(rank: Rank) -> dict[str, Any]:
 
 @contextmanager
 def open_transport(rank: Rank, reserved_bytes: int) -> Iterator[Transport]:
-    """An open, sealed transport; devices reserve so much memory. Collective."""
+    """An open, sealed transport. On a GPU it reserves ``reserved_bytes``. Collective."""
     exchange = ProcessGroupExchange()
     topology = Topology.discover(exchange)
     chosen = registry.choose(rank.place.transport, topology, rank.device, exchange)
@@ -78,7 +78,7 @@ def _idle(rank: Rank, transport: Transport) -> None:
 
 
 def memory_by_rank(rank: Rank, transport: Transport) -> None:
-    """Zeroed, of the asked size, and written to by every rank at the place of every other."""
+    """New memory is zero and has the size asked for. Every rank writes to the memory of every other."""
     world = range(rank.world_size)
     for num_bytes in (8 * rank.world_size, (2 << 20) + 8 * rank.world_size):
         buffer = transport.allocate(num_bytes, "memory")
@@ -97,7 +97,7 @@ def memory_by_rank(rank: Rank, transport: Transport) -> None:
 
 
 def order_of_streams(rank: Rank, transport: Transport) -> None:
-    """A value goes round all ranks, each adding to what its predecessor's busy stream has written."""
+    """A value goes round all ranks. Each adds to what its predecessor's busy stream has written."""
     streams = streams_of(transport.engine, rank.device)
     buffer = transport.allocate(8 * (ROUNDS + 1), "order")
     _idle(rank, transport)
@@ -133,7 +133,7 @@ def _await(transport: Transport, poster: int, count: int) -> None:
 
 
 def engine_copies_and_adds(rank: Rank, transport: Transport) -> None:
-    """Copy, cast, add, zero and rows, to and from a peer's memory."""
+    """The engine copies, casts, adds, zeroes and reads rows, to and from a peer's memory."""
     engine, device, peer = transport.engine, rank.device, (rank.rank + 1) % rank.world_size
     buffer = transport.allocate(64, "engine")
     _idle(rank, transport)
@@ -157,8 +157,8 @@ def engine_copies_and_adds(rank: Rank, transport: Transport) -> None:
 
 
 def atomic_additions(rank: Rank, transport: Transport) -> None:
-    """All ranks add to all sums at once, and none of it is lost, where "auto" would rely on that. Whole numbers: any
-    order is exact."""
+    """All ranks add to all sums at once, and no addition is lost, where "auto" would rely on that. The numbers are
+    whole, so any order is exact."""
     if transport.no_atomics() is not None:
         return
     numel, world_size = 10_007, rank.world_size
@@ -201,7 +201,7 @@ def slots_filled_and_added(rank: Rank, transport: Transport) -> None:
 
 
 def parameters_of_their_own(rank: Rank, transport: Transport) -> None:
-    """Each rank gathers into three parameters, and pushes out of three gradients, of which one is short: into its slot
+    """Each rank gathers into three parameters and pushes out of three gradients, of which one is short: into its slot
     at every rank, and to the sums where "auto" would rely on that."""
     engine, world_size, numels, device = transport.engine, rank.world_size, (5, 64, 1003), rank.device
     starts, length = (0, 5, 69), sum(numels)
@@ -240,7 +240,7 @@ def parameters_of_their_own(rank: Rank, transport: Transport) -> None:
 
 
 def parameters_by_copies(rank: Rank, transport: Transport) -> None:
-    """The same by copies alone, many by one call where the driver takes that."""
+    """The same by copies alone; many copies are one call where the driver takes that."""
     with on_a_stream(rank.device):
         transport.engine.choose_by(TransferTable(((0, COPY_ENGINE),)))
         parameters_of_their_own(rank, transport)

@@ -35,7 +35,7 @@ from odc.bench.harness.units import use_units
 from odc.engines.base import Part
 
 MODES = ("direct", "daemon")
-"""All that "auto" can choose."""
+"""All ways to accumulate that "auto" can choose."""
 MOST_OF_OWN, MOST_OF_LONGEST = 1.3, 1.15
 NUM_UNITS, NUMEL = 6, 4096
 WARM_UP = 1
@@ -55,12 +55,12 @@ TABLE = Table(
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank computes in one minibatch."""
+    """The computation of each rank in one minibatch."""
 
     name: str
     microbatches: tuple[int, ...]
     unit_s: tuple[float, ...]
-    """Of one unit of one microbatch, forward and backward together."""
+    """Seconds of one unit of one microbatch, forward and backward together, by rank."""
 
     @property
     def compute_s(self) -> list[float]:
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def lockstep_s(self) -> float:
-        """What it takes where ranks wait for each other at every unit of every microbatch."""
+        """Seconds of the minibatch if ranks waited for each other at every unit of every microbatch."""
         rows = zip(self.microbatches, self.unit_s, strict=True)
         units = [[unit_s if i < count else 0.0 for i in range(max(self.microbatches))] for count, unit_s in rows]
         return float(NUM_UNITS * sum(max(column) for column in zip(*units, strict=True)))
@@ -117,7 +117,7 @@ def check_uneven(setting: Setting) -> Report:
 
 
 def measure_plan(setting: Setting, plan: Plan, mode: str, repetitions: int) -> dict[str, Any]:
-    """One plan with one way to accumulate."""
+    """Measure one plan with one way to accumulate."""
     results = run_ranks(setting, len(plan.microbatches), run, plan, mode, repetitions)
     alone, own, total = ([[one[kind] for one in rank] for rank in results] for kind in range(3))
     longest = max(plan.compute_s)
@@ -141,8 +141,8 @@ def measure_plan(setting: Setting, plan: Plan, mode: str, repetitions: int) -> d
 
 
 def run(rank: Rank, plan: Plan, mode: str, repetitions: int) -> list[tuple[float, float, float]]:
-    """Of each repetition on this rank's device: seconds of the computation alone; from the first gather to the last
-    push; and to where gradients are final."""
+    """Run the repetitions on this rank. Returns for each, on this rank's device, the seconds of the computation alone,
+    of the minibatch to the last push, and of the minibatch to final gradients."""
     runtime, streams = create_runtime(rank, mode, NUMEL, NUM_UNITS)
     out = torch.zeros(NUMEL * rank.world_size, device=rank.device)
     grads = torch.ones_like(out)
@@ -161,7 +161,7 @@ def run(rank: Rank, plan: Plan, mode: str, repetitions: int) -> list[tuple[float
 
 
 Operation = Callable[[int], object]
-"""With a unit."""
+"""An operation is called with the number of a unit."""
 
 
 def _operations_on_own_memory(
@@ -229,7 +229,7 @@ Sample = tuple[int, torch.Tensor]
 
 
 class Samples:
-    """Tokens of a few lengths; ``lengths`` is what the plan takes for their costs."""
+    """Samples of a few lengths. The plan takes ``lengths`` for their costs."""
 
     def __init__(self, num_samples: int) -> None:
         generator = random.Random(0)
@@ -281,7 +281,8 @@ def _delay(device: torch.device, seconds: float) -> None:
 
 
 def train(rank: Rank, steps: int) -> tuple[list[list[int]], list[float], int, list[float]]:
-    """Samples that this rank has computed in each step; the losses of all; how many it has taken; learned speeds."""
+    """Train; return this rank's samples in each step, the losses of all, how many samples this rank has taken, and
+    learned speeds."""
     dataset = Samples(rank.world_size * PER_RANK * steps)
     slower = SLOWER if rank.rank == SLOW_RANK else 1
     model = shard(language_model(), rank)

@@ -49,7 +49,7 @@ def check_no_host_sync(setting: Setting) -> Report:
 
 
 def run_ahead(rank: Rank, mode: str) -> float:
-    """Seconds that a minibatch took this host while its stream was busy.
+    """Seconds that this host needed for a minibatch while its stream was busy.
 
     Raises:
         CheckFailedError: the stream was done when the host was, so the host has waited.
@@ -88,7 +88,7 @@ def run_ahead(rank: Rank, mode: str) -> float:
 
 
 def train_without_waiting(rank: Rank) -> int:
-    """How many steps ran while torch raised at synchronizing operations; CUDA only."""
+    """Train while torch raises at synchronizing operations; return the number of steps. CUDA only."""
     torch.manual_seed(0)
     model = shard(Perceptron(), rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -150,7 +150,8 @@ def check_hangs(setting: Setting) -> Report:
 
 
 def synchronize_anywhere(rank: Rank) -> int:
-    """Random minibatches in which each rank waits for its device at random points; how often this one did."""
+    """Run random minibatches in which each rank waits for its device at random points; return how often this rank
+    did."""
     minibatches = QUICK_MINIBATCHES if rank.place.quick else MINIBATCHES
     shared, own = random.Random(5), random.Random(rank.rank)
     counts = tuple(tuple(shared.randint(0, 2) for _ in range(rank.world_size)) for _ in range(minibatches))
@@ -170,7 +171,7 @@ def synchronize_anywhere(rank: Rank) -> int:
 
 
 def survive(rank: Rank) -> dict[str, Any]:
-    """Rank 1 posts, with its stream still busy, and is killed; how rank 0's wait for its device ends."""
+    """Rank 1 posts while its stream is busy, and is killed. Returns how rank 0's wait for its device ends."""
     runtime, streams = create_runtime(rank, "daemon", _NUMEL)
     out = torch.zeros(_NUMEL * rank.world_size, device=rank.device)
 

@@ -65,15 +65,15 @@ def _cpu_model() -> str:
 
 
 WRITTEN = "bench/results"
-"""What benchmarks write into the tree: two runs in turn are of the same code."""
+"""The folder that benchmarks write into. Changes there do not make the code of a later run another one."""
 
 
 WIDTH = 160
-"""Of a line of a result."""
+"""Largest width of a line of a result."""
 
 
 def commit() -> str:
-    """Of the tree in which this runs, with "-dirty" if its code was changed since; empty where there is none."""
+    """The commit of the tree in which this runs, with "-dirty" if its code was changed since; empty outside of git."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
@@ -87,7 +87,8 @@ def commit() -> str:
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """As JSON, of numbers with six digits, all or nothing: whoever is killed meanwhile leaves the file as it was."""
+    """Write the document as JSON, numbers with six digits, all or nothing: a process that is killed meanwhile leaves
+    the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
     rounded = json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.6g}"))
@@ -114,10 +115,10 @@ def _lines(value: Any, indent: str = "") -> str:
 T = TypeVar("T")
 Row = Mapping[str, Any]
 Entries = dict[str, Any]
-"""Of a result: lists of rows (numbers, texts, summaries, all of which JSON can hold), and single values."""
+"""The entries of a result: lists of rows (numbers, texts, summaries, all of which JSON can hold), and single values."""
 
 Figures = Iterator[tuple[str, str]]
-"""Of a document: what is fixed before a figure, and the text with its numbers."""
+"""Figures of a document: the fixed words before a figure, and the text with its numbers."""
 
 
 class Numbers(tuple[int, ...]):
@@ -139,7 +140,7 @@ def numbers(text: str | Numbers) -> Numbers:
 
 
 def check_known(**options: tuple[Iterable[str] | None, Iterable[str]]) -> None:
-    """Of each option the names that were given, and those that there are.
+    """Check options that take names: of each the given names, and those that exist.
 
     Raises:
         ValueError: a given one is none of them.
@@ -151,7 +152,7 @@ def check_known(**options: tuple[Iterable[str] | None, Iterable[str]]) -> None:
 
 
 def as_settings(options: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Values of options as a result has them."""
+    """Values of options as a result holds them."""
     return {
         name: value if isinstance(value, bool | int | float | str) else typed(value) for name, value in options.items()
     }
@@ -190,7 +191,7 @@ class Column:
     scale: float = 1.0
 
     def value(self, row: Row) -> Any:
-        """None if the row has none."""
+        """The value of a row; None if the row has none."""
         if callable(self.key):
             return self.key(row)
         found: Any = row
@@ -199,7 +200,7 @@ class Column:
         return found
 
     def text(self, row: Row) -> str:
-        """Of a summary: the median, and its spread in parentheses."""
+        """The value of a row as text; of a summary the median, with its spread in parentheses."""
         return self.written(self.value(row))
 
     def written(self, value: Any) -> str:
@@ -212,7 +213,7 @@ class Column:
 
 
 def parts(value: Any) -> tuple[float, float, float]:
-    """A number or a summary: what stands in the middle, and the spread around it."""
+    """The middle value of a number or summary, and the spread around it."""
     if not isinstance(value, Mapping):
         return value, value, value
     low, high = ("p20", "p80") if "p20" in value else ("min", "max")
@@ -224,14 +225,14 @@ class Table:
     """Rows of a result for people. ``odc bench compare`` shows what stands under ``columns``, matched by ``keys``."""
 
     rows: str
-    """The entry of the result."""
+    """Name of the entry with the rows."""
     title: str
-    """Fields in braces are of the whole result: ``"{settings[ranks]} ranks"``."""
+    """The title. Fields in braces are entries of the whole result: ``"{settings[ranks]} ranks"``."""
     keys: Sequence[Column]
     columns: Sequence[Column]
     caption: str = ""
     text: Callable[[Entries], str] | None = None
-    """Of the whole result, in place of the table, where readers know another form."""
+    """Makes a text of the whole result, which is shown in place of the table where readers know another form."""
 
 
 @dataclass(frozen=True)
@@ -243,9 +244,9 @@ class Picture:
     series: Sequence[str]
     """Keys whose values name a line, or a group of bars."""
     x: Column | None = None
-    """Of lines; its axis is logarithmic. None: bars."""
+    """The value on the axis of lines, which is logarithmic; None for bars."""
     is_limit: Callable[[Row], bool] = lambda row: False
-    """Lines of what cannot be beaten."""
+    """Whether a line is a limit that cannot be beaten."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ class Benchmark:
     """Values of options that ``--quick`` sets, unless they are given."""
     picture: Picture | None = None
     figures: Sequence[tuple[str, Callable[..., Figures], Sequence[str]]] = ()
-    """(document, what it has to say, of which committed results)."""
+    """(document, function that makes its figures, names of the committed results that the function takes)."""
 
     @property
     def says(self) -> str:
@@ -267,7 +268,7 @@ class Benchmark:
 
 
 class Run:
-    """Given to a benchmark while it measures: progress, ranks, and what was missed. Quiet unless told otherwise."""
+    """What a benchmark is given while it measures: progress, ranks, and aims. It is quiet unless told otherwise."""
 
     def __init__(
         self,
@@ -298,19 +299,19 @@ class Run:
         return self.launched is None or self.launched.rank == 0
 
     def begin(self, total: float, description: str = "") -> None:
-        """Tell how many steps there are."""
+        """Begin a progress bar of ``total`` steps."""
         self.progress.reset(self._bar, total=total, description=description)
 
     def advance(self, amount: float = 1.0) -> None:
-        """So many steps are done."""
+        """Add steps to the progress bar."""
         self.progress.advance(self._bar, amount)
 
     def describe(self, description: str) -> None:
-        """What is being done now."""
+        """Show what is being done now."""
         self.progress.update(self._bar, description=description)
 
     def each(self, items: Collection[T], words: Callable[[T], str] = lambda item: "") -> Iterator[T]:
-        """Go through what there is to do, one step each; ``words`` for what is being done."""
+        """Go through ``items``, one step of the progress bar each; ``words`` describes an item."""
         self.begin(len(items))
         for item in items:
             self.describe(words(item))
@@ -318,17 +319,18 @@ class Run:
             self.advance()
 
     def miss(self, text: str) -> None:
-        """An aim was not reached: the command ends with status 1. With ``--quick`` too little is measured to say so."""
+        """Note that an aim was not reached; the command then ends with status 1. With ``--quick`` too little is
+        measured for such a statement."""
         if not self.quick:
             self.missed.append(text)
 
     def document(self, found: Entries) -> Entries:
-        """The result: what was found, on what, by which command."""
+        """The whole result: what was found, on which machine, by which command."""
         environment = {**describe_environment(), **self.environment}
         return {**self.about, "commit": commit(), "environment": environment, **found}
 
     def keep(self, found: Entries, path: Path | None = None) -> Entries:
-        """Write what is known so far to the file of ``--json`` (or to ``path``): whoever ends the command early keeps
+        """Write the result so far to the file of ``--json`` (or to ``path``), so that a command that ends early keeps
         it."""
         path = path or self.json
         if path is not None and self.is_first:
@@ -336,7 +338,7 @@ class Run:
         return found
 
     def note(self, text: str) -> None:
-        """A line that stays, on standard error."""
+        """Print a line on standard error that stays."""
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def ranks(
@@ -347,7 +349,8 @@ class Run:
         place: Place = CPU,
         enter: Callable[[int, int], object] | None = None,
     ) -> list[Any]:
-        """What ``body(rank, *arguments)`` returned on all ranks: new processes of this machine, or torchrun's own.
+        """Run ``body(rank, *arguments)`` on all ranks, which are new processes of this machine, or torchrun's own.
+        Returns the values.
 
         Raises:
             RankFailedError: see :func:`odc.bench.harness.ranks.run_ranks`.

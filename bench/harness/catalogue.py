@@ -19,24 +19,24 @@ _REPOSITORY = "the extra examples, the repository"
 
 
 class Entry(NamedTuple):
-    """A benchmark, as ``odc bench list`` has it."""
+    """A benchmark as ``odc bench list`` shows it."""
 
     room: str
     name: str
     takes: str
     """Time with the defaults, and with ``--quick``, on two cores."""
     needs: str = ""
-    """Besides two cores."""
+    """What the benchmark needs besides two cores."""
 
     @property
     def path(self) -> Path:
-        """Of its module; one of several modules is a folder."""
+        """The path of the benchmark's module. A benchmark of several modules is a folder."""
         path = Path(__file__).parents[1] / self.room / self.name
         return path / "benchmark.py" if path.is_dir() else path.with_suffix(".py")
 
     @property
     def title(self) -> str:
-        """Of its module, which is read and not imported."""
+        """The title from the module's docstring. The module is read, not imported."""
         return title_of(ast.get_docstring(ast.parse(self.path.read_text())) or "")
 
 
@@ -70,7 +70,7 @@ ENTRIES = (
 
 
 def entry_of(name: str) -> Entry:
-    """By its name; hyphens and underscores are the same.
+    """The entry of this name; hyphens and underscores are equal.
 
     Raises:
         ValueError: there is no such benchmark.
@@ -83,7 +83,7 @@ def entry_of(name: str) -> Entry:
 
 
 def find(name: str) -> Benchmark:
-    """A benchmark by its name; imports its module.
+    """The benchmark of this name. Imports its module.
 
     Raises:
         ValueError: there is none of that name.
@@ -100,11 +100,11 @@ def title_of(says: str) -> str:
 
 
 def written(name: str) -> str:
-    """The name as it is typed."""
+    """The name as a user types it."""
     return name.replace("_", "-")
 
 
 def all_of_them() -> Iterator[Benchmark]:
-    """Imports them all."""
+    """All benchmarks. Imports their modules."""
     for entry in ENTRIES:
         yield find(entry.name)

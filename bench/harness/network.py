@@ -23,7 +23,7 @@ _LEAST_BURST, _BURST_S = 128 << 10, 0.002  # what goes at once: a packet of the 
 
 @dataclass(frozen=True)
 class TwoHosts:
-    """Ranks of the lower half live on the first host."""
+    """Two hosts. Ranks of the lower half are on the first one."""
 
     hosts: tuple[str, str]
     switch: str
@@ -39,11 +39,11 @@ class TwoHosts:
         os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
 
     def cut(self) -> None:
-        """Switch the switch off. Nobody is told: packets get no answer any more, and that is all."""
+        """Switch the switch off. No host is told; packets only get no answer any more."""
         _ip("-n", self.switch, "link", "set", "switch", "down")
 
     def unplug(self, host: int) -> None:
-        """Take the interface of a host down. Its kernel knows, and has no way to the other host any more."""
+        """Take the interface of a host down. Its kernel then knows of no way to the other host."""
         _ip("-n", self.hosts[host], "link", "set", _INTERFACE, "down")
 
     def mend(self) -> None:
@@ -51,14 +51,14 @@ class TwoHosts:
 
 
 def received_bytes() -> int:
-    """What the host that this process has entered has received from the other one, since it was set up."""
+    """Bytes that the host of this process has received from the other host since it was set up."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.strip().startswith(f"{_INTERFACE}:"))
 
 
 @contextmanager
 def two_hosts(bits_per_s: float = 0.0) -> Iterator[TwoHosts]:
-    """Set them up, and take them down afterwards. Each sends at most so many bits; 0: what the machine can."""
+    """Set up two hosts, and take them down afterwards. Each sends at most ``bits_per_s``; 0 is no limit."""
     names = [f"odc-{os.getpid()}-{name}" for name in ("a", "b", "switch")]
     made: list[str] = []
     try:
@@ -91,7 +91,7 @@ def _plug_in(host: str, switch: str, number: int) -> None:
 
 
 def why_not() -> str | None:
-    """Why this machine cannot have them, or None."""
+    """Why this machine cannot have two hosts, or None."""
     if shutil.which("ip") is None:
         return "needs iproute2 for network namespaces"
     try:

@@ -14,7 +14,7 @@ _COLOURS = ("#1f3b5c", "#5aa469", "#c9a227", "#d1495b", "#7a9cc6", "#a56cc1")
 
 
 def draw(path: Path, picture: Picture, document: Entries, title: str) -> None:
-    """Save it; the suffix says in which format."""
+    """Draw the picture and save it; the suffix of ``path`` chooses the format."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     series: dict[str, list[Row]] = {}

@@ -37,7 +37,7 @@ FOR_TRAINING = ("torch._dynamo", "torch.distributed.fsdp", "odc.fsdp_patch", "od
 
 
 class BenchError(RuntimeError):
-    """Ends a benchmark, or a check. The text says by itself what is wrong."""
+    """Ends a benchmark or a check. The text alone says what is wrong."""
 
 
 class RankFailedError(BenchError):
@@ -45,7 +45,7 @@ class RankFailedError(BenchError):
 
 
 class NotRunError(BenchError):
-    """What was asked for cannot be measured on this machine; the text says why."""
+    """The measurement cannot run on this machine; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Place:
 
     @classmethod
     def of_this_machine(cls) -> Place:
-        """Its GPUs if there are any, else its cores."""
+        """This machine's GPUs if there are any, else its cores."""
         if torch.cuda.is_available() and torch.cuda.device_count():
             return cls(device_type="cuda", num_gpus=torch.cuda.device_count())
         return cls()
@@ -72,7 +72,7 @@ class Place:
         return self.device_type == "cuda" and self.num_gpus >= world_size
 
     def device(self, rank: int) -> torch.device:
-        """Where ``rank`` of one host computes. Ranks share GPUs if there are fewer of them."""
+        """The device of ``rank`` of one host. Ranks share GPUs if there are fewer of them."""
         if self.device_type != "cuda":
             return torch.device(self.device_type)
         return torch.device("cuda", rank % max(self.num_gpus, 1))
@@ -105,16 +105,16 @@ class Rank:
     place: Place
     device: torch.device
     report: Callable[[float], object] = lambda amount: None
-    """Progress, for the bar of the process that started the ranks."""
+    """Report progress to the bar of the process that started the ranks."""
 
     def meet(self) -> None:
-        """All ranks are here, and what their devices were given is done."""
+        """Wait until all ranks are here and their devices have done what they were given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.largest(0.0)
 
     def largest(self, value: float) -> float:
-        """The largest ``value`` of all ranks. Collective, between hosts' memories only."""
+        """The largest ``value`` of all ranks. Collective on host memory."""
         word = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(word, dist.ReduceOp.MAX)
         return float(word.item())
@@ -131,7 +131,7 @@ def run_ranks(
     preload: Sequence[str] = FOR_TRAINING,
     enter: Callable[[int, int], object] | None = None,
 ) -> list[Any]:
-    """What ``body(rank, *arguments)``, with a :class:`Rank`, returned on every rank, inside a process group.
+    """Run ``body(rank, *arguments)``, with a :class:`Rank`, on every rank of a new process group. Returns the values.
 
     Args:
         body: a function of a module.
@@ -204,7 +204,8 @@ def _run_body(
 def join(
     rank: int, world_size: int, place: Place, store: str, report: Callable[[float], object] = lambda amount: None
 ) -> Rank:
-    """Join the process group of these ranks. They meet through the file ``store``; without one, as torchrun says."""
+    """Join the process group of these ranks. They meet through the file ``store``, or, if that is empty, as torchrun
+    says."""
     place.be_prepared()
     launched = LaunchEnvironment.from_environment()
     device = place.device(rank if store else launched.local_rank)
@@ -225,7 +226,7 @@ def join(
 def process_of_fork_server(
     main: Callable[..., None], *arguments: Any, preload: Sequence[str] = (), daemon: bool = False
 ) -> Any:
-    """A process, to be started, that calls ``main(*arguments)`` and is killed when this one ends.
+    """A process, not yet started, that calls ``main(*arguments)`` and is killed when this one ends.
 
     It need not import torch: a fork server has. As that only imports, what it forks may use CUDA, which a fork of a
     process that uses CUDA itself cannot.
@@ -246,7 +247,8 @@ def rank_processes(
     *,
     preload: Sequence[str] = FOR_TRAINING,
 ) -> Iterator[list[Connection]]:
-    """The ranks' ends of their pipes while they run; no rank outlives the block, nor is waited for if it raises.
+    """Start ranks; give this process's ends of their pipes. No rank outlives the block, and a block that raises does
+    not wait for the ranks.
 
     Args:
         main: called in each rank's process with rank, world size, the path of the file through which they
@@ -291,13 +293,14 @@ def _main(environment: Mapping[str, str], main: Callable[..., None], *arguments:
 
 
 def keep_from_collector() -> None:
-    """What there is now: a later collection would look at all that has been imported, and in a fork so copy it."""
+    """Exclude all present objects from garbage collection. Later collections would look at all that was imported, and
+    in a fork so copy its memory."""
     gc.collect()
     gc.freeze()
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the one that asked for it ends, however that ends."""
+    """Have this process killed when the process that asked for it ends, however that ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     # The kernel means who started it: a fork server, which in turn lives as long as what it has started.
@@ -312,7 +315,8 @@ def _die_after(parent: Any) -> None:
 
 
 def meet(rank: int, world_size: int, store: str | Store, backend: str, limit_s: float) -> None:
-    """Join the process group of these ranks. They meet through a file, so no port is fixed, or through a store."""
+    """Join the process group of these ranks, which meet through a file, so that no port is fixed, or through a
+    store."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: whatever its name resolves to
     dist.init_process_group(
         backend,

@@ -25,7 +25,7 @@ from odc.bench.harness.benchmark import Benchmark, Column, Entries, Row, Table, 
 
 
 def read(path: Path) -> Entries:
-    """A result.
+    """Read a result.
 
     Raises:
         ValueError: it is none, or of no benchmark that there is.
@@ -40,7 +40,7 @@ def read(path: Path) -> Entries:
 
 
 def tables_of(benchmark: Benchmark, document: Entries) -> Iterator[RichTable | Text]:
-    """Those of its tables for which there are rows."""
+    """The benchmark's tables for which the document has rows."""
     for table in benchmark.tables:
         rows = document.get(table.rows)
         if rows:
@@ -61,7 +61,7 @@ def shown(table: Table, rows: Sequence[Row], document: Entries) -> RichTable:
 
 
 def markdown(table: Table, rows: Sequence[Row], document: Entries) -> str:
-    """The same for a document: its title in bold, the table, its caption."""
+    """The same table as Markdown: its title in bold, the table, its caption."""
     texts = _cells(table, rows)
     lines = [[column.heading for column, _ in texts], ["---"] * len(texts), *zip(*(c for _, c in texts), strict=True)]
     written = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
@@ -110,7 +110,7 @@ def compare(before: Entries, after: Entries) -> Iterator[RichTable]:
 
 
 def differences(before: Entries, after: Entries) -> Iterator[str]:
-    """In what, but for what was measured, two results differ."""
+    """What differs in the environments and settings of two results."""
     for entry in ("environment", "settings"):
         old, new = before.get(entry) or {}, after.get(entry) or {}
         for name in dict.fromkeys([*old, *new]):
@@ -140,7 +140,8 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Figure:
-    """What ``document`` has to say: ``fixed`` finds the place, the numbers in ``text`` come from ``source``."""
+    """A figure that ``document`` has to contain. ``fixed`` finds the place; the numbers in ``text`` come from
+    ``source``."""
 
     document: Path
     source: str
@@ -152,12 +153,12 @@ class Figure:
         return self.fixed + self.text
 
     def pattern(self) -> re.Pattern[str]:
-        """Matches the words with any numbers behind ``fixed``."""
+        """A pattern that matches the words with any numbers after ``fixed``."""
         return re.compile(re.escape(self.fixed) + _NUMBER.pattern.join(map(re.escape, _NUMBER.split(self.text))))
 
 
 def figures(results: Path = RESULTS) -> Iterator[Figure]:
-    """All of them, benchmark by benchmark."""
+    """All figures, benchmark by benchmark."""
     for benchmark in catalogue.all_of_them():
         for document, make, names in benchmark.figures:
             for fixed, text in make(*(json.loads((results / f"{name}.json").read_text()) for name in names)):
@@ -165,8 +166,8 @@ def figures(results: Path = RESULTS) -> Iterator[Figure]:
 
 
 def update(texts: dict[Path, str], wanted: Iterable[Figure]) -> tuple[list[Figure], list[Figure]]:
-    """Put the figures into the ``texts`` of the documents; those that were other ones, and those whose place is not
-    there once."""
+    """Put the figures into the ``texts`` of the documents. Returns the figures that have changed, and those whose place
+    is not found exactly once."""
     changed, lost = [], []
     for figure in wanted:
         text = texts[figure.document]

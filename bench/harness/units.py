@@ -15,7 +15,8 @@ from odc.setup.agreement import ProcessGroupExchange
 
 
 def config_of(me: Rank, hosts: int = 0, **options: Any) -> RuntimeConfig:
-    """What this rank's runtime is told: the transport of its place, ``options``, and what the environment says.
+    """The configuration of this rank's runtime: the transport of its place, ``options``, and the environment's
+    variables.
 
     Args:
         hosts: the ranks pose as so many hosts; 0: they are where they are.
@@ -38,7 +39,7 @@ def use_units(
     compute: Callable[[float], object],
     push: Callable[[int], object],
 ) -> None:
-    """A microbatch as FSDP has it: a gather before each forward and backward of a unit, a push behind its backward.
+    """Run a microbatch as FSDP does: gather before each forward and backward of a unit, push after its backward.
 
     Args:
         compute: called with the share of the unit's computation that is due.

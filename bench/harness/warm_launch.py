@@ -36,7 +36,8 @@ _BETWEEN_LOOKS_S = 0.01
 
 
 class Forker:
-    """A process that forks ranks. It takes jobs as lines of JSON, and answers so. No rank outlives it. Close it.
+    """A process that forks ranks. It takes jobs as lines of JSON and answers in lines of JSON. No rank outlives it.
+    Close it.
 
     Args:
         module: what it runs, with ``words``.
@@ -50,12 +51,12 @@ class Forker:
         self._rest = b""
 
     def send(self, job: object) -> None:
-        """The next line."""
+        """Send a job as the next line."""
         with contextlib.suppress(BrokenPipeError):  # then there is no answer
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
 
     def answer(self, limit_s: float) -> Any:
-        """The next one, or None if there is none within the limit.
+        """The next answer, or None if there is none within the limit.
 
         Raises:
             RuntimeError: the process has ended; what it said is on standard error.
@@ -81,16 +82,17 @@ class Forker:
 
 
 def answer(facts: object) -> None:
-    """In the process that forks: say so to who has started it."""
+    """In the process that forks: send an answer to the process that has started it."""
     os.write(1, json.dumps(facts).encode() + b"\n")
 
 
 KILL = "kill"
-"""In place of a job: what is sent to have all ranks of the last one killed."""
+"""Sent in place of a job: all ranks of the last job are to be killed."""
 
 
 def fork_ranks(world_size: int) -> tuple[int | None, dict[int, int]]:
-    """In a rank's process its number; in the one that forks them None, and the ranks by the ids of their processes."""
+    """Fork ranks. Returns in a rank's process its number; in the process that forks None, and the ranks by process
+    id."""
     pids: dict[int, int] = {}
     for rank in range(world_size):
         pid = os.fork()
@@ -101,7 +103,7 @@ def fork_ranks(world_size: int) -> tuple[int | None, dict[int, int]]:
 
 
 def reap(pids: dict[int, int]) -> None:
-    """In the process that forks: answer with the end of each rank; kill them when told to."""
+    """In the process that forks: answer with the end of each rank, and kill the ranks when told to."""
     while pids:
         ready, _, _ = select.select([sys.stdin], [], [], _BETWEEN_LOOKS_S)
         if ready:
@@ -115,7 +117,7 @@ def reap(pids: dict[int, int]) -> None:
 
 
 def redirect(log: Path) -> None:
-    """Standard input is empty from now on, and what is printed goes to ``log``."""
+    """Make standard input empty from now on, and have output go to ``log``."""
     for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
         opened = os.open(path, flags, 0o600)
         os.dup2(opened, descriptor)
@@ -124,7 +126,7 @@ def redirect(log: Path) -> None:
 
 
 class WarmLauncher(Forker):
-    """Runs scripts on ranks that have the libraries.
+    """Runs scripts on ranks that are forks of a process with the libraries.
 
     Args:
         libraries: modules to import: packages of training libraries import little by themselves.
@@ -150,7 +152,8 @@ class WarmLauncher(Forker):
         environment: Mapping[str, str] = MappingProxyType({}),
         on_wait: Callable[[], object] = lambda: None,
     ) -> list[int]:
-        """Run a script on every rank of this machine; the exit codes of the ranks, -9 if one had to be killed.
+        """Run a script on every rank of this machine. Returns the ranks' exit codes, -9 for a rank that had to be
+        killed.
 
         Args:
             arguments: the script's path and its arguments; ``with_odc``, those of ``odc.run``.
@@ -196,7 +199,7 @@ class WarmLauncher(Forker):
 
 
 def output_of(folder: Path, rank: int) -> Path:
-    """What a rank of a run in ``folder`` printed."""
+    """The file with what a rank of a run in ``folder`` printed."""
     return folder / f"rank{rank}.log"
 
 

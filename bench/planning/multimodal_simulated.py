@@ -69,14 +69,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "all": {"policy": "lb-mini", "balance_encoders": True},
 }
 PAPER_RATIO = (1.5, 2.0)
-"""Of MFU, all over none, on 2560 ranks (section 8.1)."""
+"""The paper's MFU of "all" over that of "none", on 2560 ranks (section 8.1)."""
 # 40 % of what an H100 does in bfloat16, as the paper reaches.
 _FLOPS_PER_S = 0.4 * 989e12
 Advance = Callable[[], object]
 
 
 def draw(size: ModelSize, num_ranks: int, samples_per_rank: int, number: int, way: str = "none") -> MinibatchLengths:
-    """Minibatch ``number`` as the ranks have read it; of other numbers of samples it has others of the same law."""
+    """Minibatch ``number`` as the ranks have read it. Another number of samples has another minibatch of the same
+    law."""
     samples = sample_modalities(num_ranks * samples_per_rank, number)
     return size.minibatch(
         samples, karmarkar_karp(size.sample_costs(samples), num_ranks) if way == "whole" else num_ranks
@@ -84,7 +85,8 @@ def draw(size: ModelSize, num_ranks: int, samples_per_rank: int, number: int, wa
 
 
 def orchestrator(size: ModelSize, num_ranks: int, way: str) -> Orchestrator:
-    """Of one of :data:`WAYS`. All ranks have one microbatch in each phase, so collectives can run it as well."""
+    """The orchestrator of one of :data:`WAYS`. All ranks have one microbatch in each phase, so collectives can run it
+    as well."""
     nodes = RANKS_PER_NODE if num_ranks > RANKS_PER_NODE else None
     return Orchestrator(size.phases, size.language, num_ranks, ranks_per_node=nodes, comm="collective", **WAYS[way])
 
@@ -92,7 +94,8 @@ def orchestrator(size: ModelSize, num_ranks: int, way: str) -> Orchestrator:
 def plans_of(
     size: ModelSize, num_ranks: int, samples_per_rank: int, number: int, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[tuple[float, MinibatchSchedule]]:
-    """So many minibatches with all phases balanced, placement included: seconds that planning took, and the plans."""
+    """Plan ``number`` minibatches with all phases balanced, placement included. Yields the seconds of planning, and the
+    plan."""
     orchestra = orchestrator(size, num_ranks, "all")
     for minibatch in range(number):
         lengths = draw(size, num_ranks, samples_per_rank, minibatch)
@@ -102,17 +105,17 @@ def plans_of(
 
 
 def plans_by_phase(schedule: MinibatchSchedule) -> dict[str, Plan]:
-    """Those of the encoders, and that of the language model."""
+    """The plans of the encoders and of the language model, by name."""
     return {**schedule.encoders, "language": schedule.language}
 
 
 def useful(schedule: MinibatchSchedule) -> float:
-    """FLOPs without padding."""
+    """FLOPs of all phases without padding."""
     return float(sum(plan.costs.sum() for plan in plans_by_phase(schedule).values()))
 
 
 def by_phase(schedule: MinibatchSchedule) -> dict[str, float]:
-    """Of each phase, the slowest rank's time over what it would be, evenly shared and without padding."""
+    """For each phase the slowest rank's time over the time of ranks that share the phase evenly, without padding."""
     return {
         name: plan.makespan("collective") * plan.world_size / float(plan.costs.sum())
         for name, plan in plans_by_phase(schedule).items()
@@ -120,7 +123,7 @@ def by_phase(schedule: MinibatchSchedule) -> dict[str, float]:
 
 
 def compare(size: ModelSize, num_ranks: int, samples_per_rank: int, minibatches: int, advance: Advance) -> Any:
-    """The ways on the same minibatches: an entry of the result."""
+    """Compare the ways on the same minibatches: an entry of the result."""
     times: dict[str, list[StepTimes]] = {}
     work, slowest, shares = 0.0, {way: [] for way in WAYS}, []  # type: ignore[var-annotated]
     for number in range(minibatches):
@@ -178,7 +181,7 @@ def rigid(size: ModelSize, num_ranks: int, minibatches: int) -> dict[str, float]
 
 
 def journeys(size: ModelSize, schedule: MinibatchSchedule, *, placed: bool) -> Iterator[tuple[str, FloatArray]]:
-    """What moves between ranks in a forward, (rank, rank) bytes of each kind; not ``placed``: batches go to ranks in
+    """What moves between ranks in a forward: (rank, rank) bytes of each kind. If not ``placed``, batches go to ranks in
     the order in which the algorithms return them."""
     lengths, num_bytes = schedule.lengths, size.bytes_of(schedule.lengths)
     routes = {"text": schedule.samples}
@@ -203,7 +206,7 @@ def journeys(size: ModelSize, schedule: MinibatchSchedule, *, placed: bool) -> I
 
 
 def moving(size: ModelSize, num_ranks: int, minibatches: int) -> dict[str, dict[str, float]]:
-    """Figures 12 and 13: of each kind, bytes that a rank moves, as an all-gather and as an all-to-all, and between
+    """Figures 12 and 13: bytes that a rank moves, of each kind, as an all-gather and as an all-to-all, and between
     nodes with and without placement."""
     nodes = np.arange(num_ranks) // RANKS_PER_NODE
     rows: dict[str, list[dict[str, float]]] = {}
@@ -280,7 +283,8 @@ def measure(
 
 
 def add_paper_sizes(result: Entries) -> Entries:
-    """All phases balanced, against none with the minibatches of the paper's baseline, on 2560 ranks."""
+    """Add the ratio of all phases balanced to none balanced with the smaller minibatches of the paper's baseline, on
+    2560 ranks."""
     of = {(entry["model"], entry["ranks"], entry["samples_per_rank"]): entry["ways"] for entry in result["comparisons"]}
     found = []
     for size in SIZES.values():

@@ -42,9 +42,9 @@ MEL_BANDS = 80
 FRAMES_PER_TOKEN = 2
 AUDIO_TOKENS_PER_S = 50
 VALUE_BYTES = 2
-"""Of a pixel's colour, a mel value, an element of an activation: bfloat16."""
+"""Bytes of a pixel's colour, of a mel value, of an element of an activation: bfloat16."""
 TEXT_TOKEN_BYTES = 16
-"""A token's number and its label, int64."""
+"""Bytes of a token's number and its label, int64 each."""
 _FLOPS = 6.0  # of a weight and token, forward and backward
 
 
@@ -56,22 +56,22 @@ class EncoderSize:
     hidden: int
     ffn: int
     rate: int
-    """Tokens of the encoder for one of the language model."""
+    """How many tokens of the encoder become one of the language model."""
 
     layout: Layout
     front_weights: int
     """Multiplications for each token before the first layer: patch embedding, convolutions."""
 
     token_bytes: int
-    """Of what goes into the encoder, for each token."""
+    """Bytes of the encoder's input, for each token."""
 
     @property
     def layer_weights(self) -> int:
-        """Of attention and MLP, all layers."""
+        """Weights of attention and MLP in all layers."""
         return self.layers * (4 * self.hidden**2 + 2 * self.hidden * self.ffn)
 
     def cost(self, language_hidden: int) -> QuadraticCost:
-        """FLOPs of an item by its tokens, forward and backward, its part of the connector included."""
+        """FLOPs of an item by its tokens, forward and backward, with its part of the connector."""
         connector = (self.hidden * language_hidden + language_hidden**2) / self.rate
         # Scores and weighted sum, of all pairs.
         per_pair = _FLOPS * 2 * self.hidden * self.layers
@@ -91,30 +91,30 @@ def audio(layers: int, hidden: int, ffn: int, rate: int) -> EncoderSize:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A row of table 1, and what it is trained with."""
+    """A row of table 1, and the minibatches that it is trained with."""
 
     name: str
     preset: str
-    """Of the language model."""
+    """Preset of the language model."""
 
     encoders: Mapping[str, EncoderSize]
     resolution: int
     """Upper bound of an image's side, pixels."""
 
     minibatch_size: Mapping[int, int]
-    """Samples of a rank, by the number of ranks; those of 128 elsewhere."""
+    """Samples of a rank by the number of ranks. Other numbers of ranks have those of 128."""
 
     unbalanced_size: int
     """Samples of a rank that the paper's baseline without balance could hold, on 2560."""
 
     @property
     def hidden(self) -> int:
-        """Of the language model: width of what encoders give."""
+        """Hidden size of the language model, and so the width of the encoders' outputs."""
         return TransformerShape.from_config(self.preset).hidden_size
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Those of the encoders."""
+        """The phases of the encoders."""
         row_bytes = self.hidden * VALUE_BYTES
         return tuple(
             Phase(name, size.cost(self.hidden), size.layout, row_bytes=row_bytes)
@@ -123,7 +123,7 @@ class ModelSize:
 
     @property
     def language(self) -> Phase:
-        """That of the language model."""
+        """The phase of the language model."""
         cost = TransformerCost.from_config(self.preset)
         return Phase("language", QuadraticCost(cost.flops_per_squared_token, cost.flops_per_token), max_tokens=2**40)
 
@@ -153,15 +153,15 @@ class ModelSize:
         )
 
     def tokens(self, samples: ModalitySamples) -> dict[str, IntArray]:
-        """In each encoder, of each sample; 0 where it has no such item."""
+        """Tokens of each sample in each encoder; 0 where the sample has no such item."""
         return {"vision": samples.patches(self.resolution, PATCH), "audio": samples.frames(AUDIO_TOKENS_PER_S)}
 
     def rows(self, name: str, tokens: IntArray) -> IntArray:
-        """What an encoder makes of items of so many tokens."""
+        """Rows that an encoder makes of items with so many tokens."""
         return -(-tokens // self.encoders[name].rate)
 
     def sample_costs(self, samples: ModalitySamples) -> FloatArray:
-        """FLOPs of whole samples, all phases together, without padding."""
+        """FLOPs of whole samples, in all phases together, without padding."""
         length, total = samples.text.copy(), np.zeros(samples.number)
         for phase in self.phases:
             tokens = self.tokens(samples)[phase.name]
@@ -170,7 +170,7 @@ class ModelSize:
         return total + self.language.cost(length)
 
     def bytes_of(self, lengths: MinibatchLengths) -> dict[str, IntArray]:
-        """What moves, per item: ``text`` of samples, and of each modality its inputs and its outputs."""
+        """Bytes that move with each item: ``text`` of samples, and inputs and outputs of each modality."""
         text = lengths.language.copy()
         found = {}
         for name, items in lengths.items.items():

@@ -36,7 +36,7 @@ MOST_MEAN_EXCESS = 0.001
 
 
 def subsets(number: int) -> BoolArray:
-    """Which items each subset holds, (2 ** number, number): bit i of a row's number is item i."""
+    """The items of each subset, (2 ** number, number): bit i of a row's number is item i."""
     held: BoolArray = (np.arange(2**number)[:, None] >> np.arange(number) & 1).astype(bool)
     return held
 
@@ -70,7 +70,7 @@ def least_makespan(of_subset: FloatArray, k: int) -> float:
 
 
 def optimal_makespan(costs: FloatArray, k: int, *, equal_size: bool) -> float:
-    """Of items that cost so much wherever they are."""
+    """The smallest makespan of items whose costs do not depend on their part."""
     held = subsets(costs.size)
     sums = held @ costs
     return least_makespan(np.where(held.sum(axis=1) * k == costs.size, sums, np.inf) if equal_size else sums, k)
@@ -81,7 +81,7 @@ def makespan(costs: FloatArray, parts: Parts) -> float:
 
 
 def measure_law(run: Run, law: str, minibatch_size: int, num_minibatches: int, time_limit_s: float) -> dict[str, Any]:
-    """Bubble rates (percent) over all minibatches: LB-Mini's, and the least that is possible."""
+    """Bubble rates (percent) over all minibatches: LB-Mini's, and the least possible one."""
     n = minibatch_size * DEVICES
     costs = COST(sample_lengths(law, n * num_minibatches)).reshape(num_minibatches, n)
     run.describe(f"{law}, minibs {minibatch_size}")
@@ -112,7 +112,7 @@ def measure_law(run: Run, law: str, minibatch_size: int, num_minibatches: int, t
 
 
 def random_instances(num: int, equal_size: bool) -> Iterator[tuple[FloatArray, int]]:
-    """Costs of 2 to 16 items and a number of parts from 2 to 4."""
+    """Random instances: costs of 2 to 16 items, and a number of parts from 2 to 4."""
     rng = np.random.default_rng(20)
     for _ in range(num):
         k = int(rng.integers(2, 5))
@@ -123,7 +123,7 @@ def random_instances(num: int, equal_size: bool) -> Iterator[tuple[FloatArray, i
 
 
 def measure_random(run: Run, num: int, equal_size: bool) -> dict[str, Any]:
-    """Relative excess over the optimum, of our partition and of the plain differencing method."""
+    """Relative excess over the optimum, of this package's partition and of the plain differencing method."""
     run.describe("random instances" + ", equal sizes" * equal_size)
     ours, plain = [], []
     for costs, k in random_instances(num, equal_size):

@@ -40,7 +40,7 @@ from odc.bench.planning.multimodal_simulated import by_phase, draw, journeys, me
 from odc.bench.planning.multimodal_sizes import SIZES
 
 LOADERS = ((8, 4, 50), (64, 8, 20), (256, 16, 5), (1024, 16, 3))
-"""Ranks, samples of each, minibatches of an epoch."""
+"""Ranks, samples of each rank, and minibatches of an epoch."""
 REBALANCE_RANKS = (64, 256, 1024, 2560)
 PLAN_RANKS = (256, 2560)
 RANKS_PER_NODE = 8
@@ -74,7 +74,7 @@ def measure_loader(num_ranks: int, samples: int, minibatches: int, repetitions: 
 
 
 def measure_rebalance(num_ranks: int, repetitions: int) -> dict[str, Any]:
-    """Of the language model's samples."""
+    """Measure ``rebalance`` on the language model's samples."""
     size = SIZES[MODEL]
     seconds, rows = [], []
     for number in range(repetitions):
@@ -98,7 +98,7 @@ def measure_rebalance(num_ranks: int, repetitions: int) -> dict[str, Any]:
 
 
 def measure_plan(num_ranks: int, repetitions: int) -> dict[str, Any]:
-    """Of all phases."""
+    """Measure plans of all phases."""
     size = SIZES[MODEL]
     seconds, rows = [], []
     for took_s, schedule in plans_of(

@@ -39,7 +39,7 @@ MOST_MEAN_EXCESS: dict[str, float] = {"packed": 0.002, "padded": 1e-12, "padded-
 
 
 def cost_for(lengths: IntArray, attention: float) -> QuadraticCost:
-    """Attention costs so many times the rest of a sample of mean length."""
+    """A cost by which attention is ``attention`` times the rest, for a sample of mean length."""
     return QuadraticCost(attention / float(lengths.mean()), 1.0)
 
 
@@ -105,7 +105,7 @@ def measure_speed(law: str, num_ranks: int, layout: Layout, repetitions: int) ->
 
 
 def rearranged(law: str, num_ranks: int, seed: int) -> IntArray:
-    """Tokens that each rank has of each packed batch, (num_ranks, num_ranks)."""
+    """Tokens of each packed batch that each rank has, (num_ranks, num_ranks)."""
     lengths = sample_lengths(law, SAMPLES_PER_RANK * num_ranks, seed)
     volume = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     for j, part in enumerate(post_balance(lengths, num_ranks, cost=cost_for(lengths, ATTENTION), layout="packed")):
@@ -114,7 +114,7 @@ def rearranged(law: str, num_ranks: int, seed: int) -> IntArray:
 
 
 def most_sent(volume: IntArray, nodes: IntArray) -> float:
-    """The largest volume that a rank sends to other nodes, batch j being on ``nodes[j]``."""
+    """The largest volume that a rank sends to other nodes if batch j is on ``nodes[j]``."""
     elsewhere = (np.arange(len(volume)) // RANKS_PER_NODE)[:, None] != nodes
     return float((volume * elsewhere).sum(axis=1).max())
 
@@ -135,7 +135,7 @@ def measure_nodes(law: str, num_ranks: int, seed: int, cbc_s: float | None) -> d
 
 
 def algorithm_3(volume: IntArray, limit_s: float, *, relaxed: bool) -> tuple[float, IntArray]:
-    """The paper's integer program: what the rank that sends most sends, and the node of each batch.
+    """Solve the paper's integer program. Returns what the rank that sends most sends, and the node of each batch.
 
     Relaxed, batches may be divided over nodes, so the first is a lower bound.
     """

@@ -67,7 +67,7 @@ class Cell:
 
 
 def read_cells() -> list[Cell]:
-    """The published cells."""
+    """Read the published cells."""
     with (files("odc.bench.planning") / "bubble_rates.csv").open() as file:
         return [
             Cell(

@@ -22,7 +22,7 @@ Wrap = Callable[[nn.Module], Any]
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, head. Weights are drawn in this order."""
+    """Embedding, blocks and head. Weights are drawn in this order."""
 
     def __init__(self, vocabulary: int, width: int, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class LanguageModel(nn.Module):
         return self.logits(tokens, self.blocks)
 
     def logits(self, tokens: torch.Tensor, blocks: Iterable[nn.Module]) -> torch.Tensor:
-        """By way of some of the blocks, one after the other."""
+        """The logits by way of the given blocks, one after the other."""
         x = self.embed(tokens)
         for block in blocks:
             x = block(x)
@@ -43,20 +43,20 @@ class LanguageModel(nn.Module):
 
 
 def as_if_trained(model: nn.Module) -> None:
-    """No parameter is constant, in particular not zero."""
+    """Change all parameters so that none is constant, in particular not zero."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
 
 
 def tokens_of(step: int, rank: int, microbatch: int, vocabulary: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Every step, rank and microbatch has its own."""
+    """Random tokens; every step, rank and microbatch has its own."""
     generator = torch.Generator().manual_seed(10007 * step + 101 * rank + microbatch)
     return torch.randint(0, vocabulary, shape, generator=generator)
 
 
 def mesh_of(world_size: int, *, is_replicated: bool = False, device_type: str = "cpu") -> DeviceMesh:
-    """All ranks in one shard group; or in shard groups of two, which are replicas. Collective."""
+    """A mesh of all ranks in one shard group, or in shard groups of two, which are replicas. Collective."""
     if is_replicated:
         return init_device_mesh(device_type, (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (world_size,))
@@ -79,7 +79,7 @@ def wrap_of(
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     device: torch.device | None = None,
 ) -> Wrap:
-    """What makes a module a unit.
+    """A function that makes a module a unit.
 
     Args:
         fsdp: "fsdp2", "fsdp1-flat" or "fsdp1-orig", which has ``use_orig_params``.
@@ -111,7 +111,7 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[nn.ModuleList, int]]:
 
 
 def by_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
-    """One unit per layer and one for the rest."""
+    """Shard the model: one unit per layer and one for the rest."""
     for modules, index in list(blocks_of(model)):
         modules[index] = wrap(modules[index])
     wrapped: nn.Module = wrap(model)
@@ -119,7 +119,7 @@ def by_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
 
 
 def synchronized(model: nn.Module, is_synchronized: bool) -> AbstractContextManager[None]:
-    """Whether backward inside reduces gradients, said as each FSDP wants to hear it."""
+    """Inside, a backward reduces gradients, or not, in the way that the model's FSDP offers."""
     if isinstance(model, FullyShardedDataParallel):
         return nullcontext() if is_synchronized else model.no_sync()
     model.set_requires_gradient_sync(is_synchronized)  # type: ignore[operator]
@@ -127,7 +127,7 @@ def synchronized(model: nn.Module, is_synchronized: bool) -> AbstractContextMana
 
 
 def clip(model: nn.Module, largest_norm: float) -> torch.Tensor:
-    """Clip gradients; the norm that they had."""
+    """Clip gradients; return the norm that they had."""
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(largest_norm)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest_norm)

@@ -103,13 +103,13 @@ class Recording:
 
     @classmethod
     def read(cls, folder: Path, *, collectives: bool = False) -> Recording:
-        """What ranks have saved there as ``timeline-rank<number>.json``."""
+        """Read the timelines that ranks have saved in the folder as ``timeline-rank<number>.json``."""
         found = [Timeline.load(path) for path in folder.glob("timeline-rank*.json")]
         return cls(sorted(found, key=lambda timeline: timeline.rank), collectives)
 
     @property
     def minibatches(self) -> list[int]:
-        """Those that all ranks have."""
+        """The minibatches that all ranks have."""
         of_ranks = [{span.minibatch for span in one.spans if span.kind == "minibatch"} for one in self.timelines]
         return sorted(set.intersection(*of_ranks)) if of_ranks else []
 
@@ -207,7 +207,7 @@ _NAMED = ("minibatch", "phase")  # by their labels
 
 
 def write_trace(path: Path, runs: Mapping[str, Recording]) -> None:
-    """Open the file at ui.perfetto.dev or in chrome://tracing. Every run starts at time 0."""
+    """Write a trace. Open the file at ui.perfetto.dev or in chrome://tracing. Every run starts at time 0."""
     events: list[dict[str, Any]] = []
     for number, (name, run) in enumerate(runs.items(), 1):
         events.append(_name("process_name", number, 0, name))

@@ -42,7 +42,7 @@ LARGEST_DIFFERENCE = 5.0  # points, between the planned bubble rate and the meas
 
 @dataclass(frozen=True)
 class GroupSettings(Settings):
-    """What is run on groups of one size."""
+    """Settings of a run on groups of one size."""
 
     link: str = "nvlink"
 
@@ -56,7 +56,7 @@ class GroupSettings(Settings):
         return alone.on_groups(size, group.flops(self.cost(), FLOPS_PER_S), size * alone.max_tokens)
 
     def seconds_per_cost(self, plans: Sequence[Plan]) -> float:
-        """Compute takes ``scale`` times as long as planned."""
+        """Seconds per FLOP, so that compute takes ``scale`` times as long as planned."""
         return self.scale / FLOPS_PER_S
 
 

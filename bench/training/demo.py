@@ -51,7 +51,7 @@ ALTERNATIVES = (
     Way(ONCE_A_STEP, "ddp-once-a-step", "collective", (*_MINI, "--ddp")),
     Way(ONCE_A_STEP, "compute-alone", "collective", (*_MINI, "--compute-alone")),
 )
-"""Compared with on request, on LB-Mini's minibatches."""
+"""Ways that ``--alternatives`` adds, with LB-Mini's minibatches."""
 
 
 def measure(
@@ -95,7 +95,7 @@ def measure(
 
 
 def draw(out: Path, runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:
-    """Loss curves and timelines of one repetition, which is returned."""
+    """Draw loss curves and timelines of one repetition, which is returned."""
     from odc.bench.training.plots import plot_losses, plot_timelines  # only here: matplotlib is an extra
 
     drawn = quietest(runs)
@@ -109,8 +109,8 @@ def draw(out: Path, runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:
 
 
 def without_the_unseen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Waiting and transfers are seen where FSDP2's collectives or ODC's operations have them; ranks that exchange
-    nothing have losses of their own."""
+    """Remove rates that cannot be seen: only FSDP2's collectives and ODC's operations record waiting and transfers.
+    Ranks that exchange nothing have losses of their own, so their difference goes, too."""
     for row in rows:
         if row["name"] in ("ddp-once-a-step", "compute-alone"):
             row |= {"bubble_rate": None, "transfer_rate": None}
@@ -120,7 +120,7 @@ def without_the_unseen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def prepare_data(run: Bench, out: Path) -> Path:
-    """The samples of ``examples/sft.py``."""
+    """Prepare the samples of ``examples/sft.py``; return their file."""
     run.describe("preparing data")
     data = out / "data"
     script = str(SCRIPT.with_name("sft_data.py"))

@@ -80,7 +80,7 @@ def _rollouts(run: Run) -> dict[str, list[float]]:
 
 
 def figures(result: Entries) -> Figures:
-    """Speedups of the other two ways over the first, and what they move."""
+    """Figures: speedups of the other two ways over the first, and how much they move."""
     first, even, mini = result["runs"]
     yield (
         "",

@@ -78,10 +78,10 @@ WAYS: dict[str, tuple[Comm, str]] = {
     "odc-lb-mini": ("odc", "lb-mini"),
     "odc-lb-mini-equal": ("odc", "lb-mini-equal"),
 }
-"""Communication and policy. "lb-mini-equal" is for equal numbers of samples on ranks, as the paper's AIME has them."""
+"""Communication and policy of each way. "lb-mini-equal" has equal numbers of samples on ranks, as the paper's AIME."""
 NUM_UNTIMED = 1  # minibatches at the start
 UNTIMED_SHARE = 0.1
-"""How long these are, of what they would be."""
+"""Length of untimed minibatches, as a share of that of timed ones."""
 SCALE_PER_RANK_S = 0.375
 LAW_SAMPLES = 20_000  # whose longest is the law's
 
@@ -89,7 +89,7 @@ SHARDINGS: dict[Comm, tuple[Sharding, ...]] = {
     "collective": ("full", "hybrid"),
     "odc": ("shared", "hybrid", "full"),
 }
-"""On several hosts."""
+"""The kinds of sharding on several hosts."""
 GLOO_PASSES = 2.0
 """How often gloo sends what it reduce-scatters."""
 ITEM_BYTES = 4  # of parameters and gradients
@@ -97,7 +97,7 @@ ITEM_BYTES = 4  # of parameters and gradients
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run."""
+    """Settings of a run."""
 
     ranks: int = 8
     layers: int = 4
@@ -118,22 +118,22 @@ class Settings:
         return Scenario(self.lengths(), self.cost(), self.ranks, self.minibatch_size, self.max_tokens(), seed=self.seed)
 
     def lengths(self) -> IntArray:
-        """Of the samples of all timed minibatches."""
+        """Lengths of the samples of all timed minibatches."""
         return even_lengths(self.law, self.ranks * self.minibatch_size * self.minibatches)
 
     def max_tokens(self) -> int:
-        """Of a microbatch."""
+        """The most tokens of a microbatch."""
         return max(int(even_lengths(self.law, LAW_SAMPLES).max()), int(self.lengths().max()))
 
     def cost(self) -> CostModel:
         return paper_cost(self.model)
 
     def plans(self, policy: str) -> list[Plan]:
-        """One for each timed minibatch; the first is also that of those that are not timed."""
+        """A plan for each timed minibatch. Untimed minibatches have the plan of the first one."""
         return [minibatch.plan for minibatch in self.scenario().plan(policy).minibatches]
 
     def seconds_per_cost(self, plans: Sequence[Plan]) -> float:
-        """So that a rank computes for ``scale`` seconds in an average minibatch."""
+        """Seconds per unit of cost, so that a rank computes for ``scale`` seconds in an average minibatch."""
         scale = self.scale or SCALE_PER_RANK_S * self.ranks
         return scale * self.ranks * len(plans) / sum(float(plan.microbatch_times().sum()) for plan in plans)
 
@@ -143,7 +143,7 @@ Work = list[list[float]]
 
 
 def work_of(plans: Sequence[Plan], seconds_per_cost: float, rank: int) -> Work:
-    """What ``rank`` computes, a forward and backward each."""
+    """Seconds of compute of ``rank``: of each microbatch, forward and backward together."""
     timed = [
         [float(cost) * seconds_per_cost for cost in plan.microbatch_times()[rank, : plan.num_microbatches[rank]]]
         for plan in plans
@@ -157,25 +157,25 @@ class RankRun:
 
     timeline: Timeline
     compute_ns: list[int]
-    """Of each minibatch, as it was."""
+    """Time that each minibatch has computed, which is the time slept."""
     cpu_ns: list[int]
-    """Of the thread that trains."""
+    """CPU time of the thread that trains, in each minibatch."""
     shards_bytes: int = 0
-    """Of this rank's parameters."""
+    """Bytes of this rank's shards of parameters."""
     overhead_bytes: int = 0
-    """Of ODC's memory on this rank."""
+    """Bytes of ODC's memory on this rank."""
     received_bytes: int = 0
-    """From the other host, by this one, in all timed minibatches."""
+    """Bytes that this host has received from the other one in all timed minibatches."""
 
 
 def meet(partners: dist.ProcessGroup, timeline: Timeline) -> None:
-    """Where ranks that compute together exchange what they need: none goes on before the last is there."""
+    """Meet the ranks that compute the same microbatches, where they would exchange keys and values."""
     with timeline.span("wait", "partners"):
         dist.barrier(partners)
 
 
 def run_rank(me: Rank, settings: Settings, comm: Comm, sharding: Sharding, works: Sequence[Work]) -> RankRun:
-    """Train, as far as the others can tell."""
+    """Train on this rank. Other ranks see no difference to real training."""
     rank, partners = me.rank, None
     if settings.group_size > 1:
         shape = me.world_size // settings.group_size, settings.group_size
@@ -292,7 +292,7 @@ def shares(runs: Sequence[RankRun], minibatches: Sequence[int], comm: Comm) -> d
 
 
 def add_ratios(entries: Sequence[dict[str, Any]]) -> None:
-    """Throughput over that of the first, as planned and as measured: all have the same samples."""
+    """Add throughput over that of the first entry, planned and measured. All entries have the same samples."""
     for entry in entries:
         entry["ratio"] = entries[0]["minibatch_s"] / entry["minibatch_s"]
         entry["planned_ratio"] = entries[0]["planned_s"] / entry["planned_s"]
@@ -368,7 +368,8 @@ def figures(result: Entries) -> Figures:
 
 
 def figures_of_hosts(slow: Entries, *large: Entries) -> Figures:
-    """Rows of a table: what crosses and overhead, planned and measured; then seconds of a step of a larger model."""
+    """Figures for rows of a table: what crosses, and overhead, planned and measured; then seconds of a step of a larger
+    model."""
     for index, row in enumerate(slow["runs"]):
         cells = [f"{row['planned_crosses_mb']:.0f}", f"{row['crosses_mb']:.0f}"]
         cells += [f"{100 * row[key]:.1f} %" for key in ("planned_bubble", "bubble")]

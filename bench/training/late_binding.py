@@ -52,10 +52,10 @@ PERCENT = [0, 5, 25]
 
 @dataclass(frozen=True)
 class Case(Settings):
-    """What is run."""
+    """Settings of one case."""
 
     microbatch_share: float = 0.0
-    """What a microbatch takes beside its samples, of what an average one takes by them."""
+    """The fixed time of a microbatch, as a share of what an average one takes by its samples."""
     noise: float = 0.0
     slow: float = 1.0
     """Speed of one rank."""
@@ -73,7 +73,7 @@ class Case(Settings):
 
 @dataclass
 class RankRun:
-    """Of one rank and way."""
+    """The run of one rank and way."""
 
     minibatch_s: list[float]
     computed: list[list[int]]
@@ -84,7 +84,7 @@ class RankRun:
 
 
 class Way:
-    """One way to bind, on one rank, minibatch by minibatch."""
+    """One way to bind samples on one rank, minibatch by minibatch."""
 
     def __init__(self, case: Case, rank: int, microbatch_cost: float, *, late: bool) -> None:
         self.loader = case.loader(rank, microbatch_cost, late=late)
@@ -92,7 +92,7 @@ class Way:
         self.found = RankRun([], [], 0, 0, 0, [])
 
     def run(self, session: Session, compute: Callable[[list[int]], object], end: Callable[[], object]) -> None:
-        """The next minibatch."""
+        """Run the next minibatch."""
         minibatch = next(self._minibatches)
         dist.barrier()
         started, mine, found = time.perf_counter(), list[int](), self.found
@@ -110,7 +110,8 @@ class Way:
 
 
 def meet_as_under_torchrun(me: Rank) -> None:
-    """Have the process group's store be a server: a file takes several times as long for each word."""
+    """Replace the process group's store by a server, as under torchrun: a file takes several times as long for each
+    word."""
     options: dict[str, Any] = {"world_size": me.world_size, "timeout": timedelta(seconds=SILENCE_LIMIT_S)}
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, **options) if me.rank == 0 else None
     port = torch.tensor([0 if server is None else server.port])
@@ -121,7 +122,7 @@ def meet_as_under_torchrun(me: Rank) -> None:
 
 
 def run_rank(me: Rank, case: Case) -> tuple[list[RankRun], float]:
-    """Both ways, a minibatch of each in turn, and the seconds of a minibatch of all ranks at the same time."""
+    """Run both ways, a minibatch of each in turn. Returns their runs, and the ideal seconds of a minibatch."""
     torch.manual_seed(0)
     meet_as_under_torchrun(me)
     costs = case.cost()(case.lengths())
@@ -152,7 +153,7 @@ def run_rank(me: Rank, case: Case) -> tuple[list[RankRun], float]:
 
 
 def run_case(run: Run, case: Case) -> dict[str, Any]:
-    """The result's entry of one case."""
+    """Run one case: an entry of the result."""
     found = run.ranks(case.ranks, run_rank, case)
     ideal_s = found[0][1]
     entry: dict[str, Any] = {**asdict(case), "ideal_s": ideal_s}
@@ -172,7 +173,8 @@ def run_case(run: Run, case: Case) -> dict[str, Any]:
 
 
 def speedup(planned: FloatArray, late: FloatArray, seed: int) -> dict[str, float]:
-    """Of all minibatches, and 20th and 80th percentile over minibatches that are drawn with replacement."""
+    """Speedup of all minibatches, with the 20th and 80th percentile over minibatches that are drawn with
+    replacement."""
     rng = np.random.default_rng(seed)
     drawn = rng.integers(0, planned.size, (1000, planned.size))
     low, high = np.quantile(planned[drawn].sum(1) / late[drawn].sum(1), [0.2, 0.8])
@@ -180,7 +182,7 @@ def speedup(planned: FloatArray, late: FloatArray, seed: int) -> dict[str, float
 
 
 def check_samples(computed: Sequence[Sequence[list[int]]]) -> None:
-    """Whether each sample was computed once.
+    """Check that each sample was computed once.
 
     Raises:
         BenchError: not so.
@@ -242,7 +244,7 @@ def _estimates(row: Row) -> str:
 
 
 def figures(result: Entries) -> Figures:
-    """Rows of a table: the speedup by law and what a microbatch costs, where estimates are exact and where not."""
+    """Figures for rows of a table: the speedup by law and microbatch cost, with exact estimates and with others."""
     for law in dict.fromkeys(row["law"] for row in result["runs"]):
         rows = [row for row in result["runs"] if row["law"] == law]
         cells = [row["speedup"]["median"] for noise in (False, True) for row in rows if bool(row["noise"]) == noise]

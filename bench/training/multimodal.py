@@ -109,7 +109,7 @@ def _gradients(run: Run) -> dict[str, torch.Tensor]:
 
 
 def gradient_difference(found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> float:
-    """Largest difference of an element, over the largest element of the same parameter's gradient.
+    """The largest difference of an element, relative to the largest element of the same parameter's gradient.
 
     Raises:
         ValueError: they are of different parameters.
@@ -124,7 +124,7 @@ def gradient_difference(found: Mapping[str, torch.Tensor], reference: Mapping[st
 
 
 def draw(out: Path, runs: Mapping[str, Sequence[Run]]) -> None:
-    """Loss curves, and the minibatch of median length of the quietest repetition."""
+    """Draw loss curves, and the minibatch of median length of the quietest repetition."""
     from odc.bench.training.plots import plot_losses, plot_phases  # only here: matplotlib is an extra
 
     drawn = quietest(runs)

@@ -73,12 +73,13 @@ CAPACITY_BYTES = 1 << 20  # of a channel at first
 
 _ODC = ", ODC"
 WAYS: dict[str, Comm] = {"none": "collective", "language": "collective", "all": "collective", f"all{_ODC}": "odc"}
-"""Those of :mod:`.multimodal_simulated`. Under collectives items move by all-to-all: all ranks wait for all."""
+"""Ways of :mod:`.multimodal_simulated` with their communication. Under collectives items move by all-to-all, so all
+ranks wait for all."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run."""
+    """Settings of a run."""
 
     ranks: int = 8
     minibatches: int = 4
@@ -90,11 +91,11 @@ class Settings:
     seed: int = 0
 
     def samples_per_rank(self, size: ModelSize) -> int:
-        """Of one minibatch."""
+        """Samples of a rank in one minibatch."""
         return self.minibatch_size or size.samples_per_rank(self.ranks)
 
     def samples(self, size: ModelSize, rank: int, number: int) -> list[SampleParts]:
-        """What a rank has read of a minibatch; the first timed one is also that which is not timed."""
+        """Samples of a minibatch that a rank has read. The untimed minibatch is the same as the first timed one."""
         count = self.samples_per_rank(size)
         drawn = sample_modalities(self.ranks * count, self.seed + max(0, number - NUM_UNTIMED))
         mine = drawn.take(range(rank * count, (rank + 1) * count))
@@ -116,7 +117,7 @@ class Settings:
         return found
 
     def width(self, size: ModelSize) -> int:
-        """Elements of a row of an encoder's output."""
+        """Number of elements in a row of an encoder's output."""
         return max(1, size.hidden // self.shrink)
 
 
@@ -127,8 +128,8 @@ def orchestrator(size: ModelSize, ranks: int, way: str) -> Orchestrator:
 
 
 def planned(size: ModelSize, settings: Settings, way: str) -> list[dict[str, Any]]:
-    """Of each timed minibatch: FLOPs of its ``makespan``, of what ranks ``compute`` in all and of that without padding,
-    ``work``; and the bytes that move of each kind."""
+    """For each timed minibatch: ``makespan`` in FLOPs, the FLOPs that all ranks ``compute``, those without padding
+    (``work``), and the ``bytes`` of each kind that move."""
     plans = orchestrator(size, settings.ranks, way)
     found = []
     for number in range(NUM_UNTIMED, NUM_UNTIMED + settings.minibatches):
@@ -161,7 +162,7 @@ def _moved(route: Rearrangement, num_bytes: IntArray) -> int:
 
 
 class Feed:
-    """The minibatches of one rank, drawn as it goes; a loader of lists of samples."""
+    """The minibatches of one rank, drawn when they are asked for. It poses as a loader of lists of samples."""
 
     def __init__(self, size: ModelSize, settings: Settings, rank: int) -> None:
         self._size, self._settings, self._rank = size, settings, rank
@@ -182,7 +183,7 @@ class Feed:
 
 
 def run_rank(me: Rank, model: str, settings: Settings, way: str, pace: float) -> RankRun:
-    """Train, as far as the others can tell. ``pace``: seconds per FLOP."""
+    """Train on this rank. Other ranks see no difference to real training. ``pace`` is seconds per FLOP."""
     keep_from_collector()
     rank, size, is_in_step = me.rank, SIZES[model], WAYS[way] == "collective"
     emulated = ModalityModel(size, settings.width(size), pace, lockstep=is_in_step)
@@ -224,7 +225,7 @@ def run_rank(me: Rank, model: str, settings: Settings, way: str, pace: float) ->
 
 
 def run_way(run: Run, model: str, way: str, settings: Settings) -> tuple[dict[str, Any], list[RankRun]]:
-    """Plan, run and compare: the result's entry of one way, and what the ranks did."""
+    """Plan, run and compare. Returns the result's entry of one way, and the runs of the ranks."""
     plans = planned(SIZES[model], settings, way)
     work = sum(plan["work"] for plan in plans)
     pace = settings.scale * settings.ranks * len(plans) / work

@@ -30,7 +30,7 @@ _STYLES = (("#7a9cc6", 6.0, "-"), ("#1f3b5c", 2.5, "-"), ("#f2a65a", 1.5, "--"))
 
 
 def plot_losses(path: Path, curves: Mapping[str, Sequence[float]]) -> None:
-    """Loss per minibatch of each configuration."""
+    """Plot the loss per minibatch of each configuration."""
     figure, axes = _axes_of_losses("minibatch", "Training loss: same weights, same minibatches")
     for number, (name, losses) in enumerate(curves.items()):
         colour, width, style = _STYLES[number % len(_STYLES)]
@@ -40,7 +40,7 @@ def plot_losses(path: Path, curves: Mapping[str, Sequence[float]]) -> None:
 
 
 def plot_losses_by_tokens(path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
-    """Loss per token against the tokens seen so far, of each way to train: (tokens, losses)."""
+    """Plot the loss per token against the tokens seen so far. Each way has (tokens, losses)."""
     title = "Training loss: same weights, same samples in an epoch, another order"
     figure, axes = _axes_of_losses("tokens seen", title)
     for name, (tokens, losses) in curves.items():
@@ -60,7 +60,7 @@ def _axes_of_losses(over: str, title: str) -> tuple[Figure, Axes]:
 
 
 def plot_timelines(path: Path, runs: Mapping[str, Sequence[Sequence[Segment]]], title: str) -> None:
-    """One bar per rank and configuration, all on one time scale, each run's minibatch starting at 0."""
+    """Draw one bar per rank and configuration, all on one time scale. Each run's minibatch starts at 0."""
     figure = Figure(figsize=(11, 1.2 + 1.4 * len(runs)), layout="constrained")
     _draw_bars(figure, runs, lambda segment: _COLOURS[segment.activity])
     there = {segment.activity for ranks in runs.values() for rank in ranks for segment in rank}
@@ -83,7 +83,7 @@ _PHASE_NAMES = {"": "loss, clip, step", "move": "moving items", "language": "lan
 
 
 def plot_phases(path: Path, runs: Mapping[str, Sequence[Sequence[Segment]]], minibatch: int) -> None:
-    """One bar per rank and configuration: the phases of a model of several modalities, on one time scale."""
+    """Draw the phases of a model of several modalities: one bar per rank and configuration, on one time scale."""
     num_ranks = max(len(ranks) for ranks in runs.values())
     figure = Figure(figsize=(11, 1.2 + (0.8 + 0.3 * num_ranks) * len(runs)), layout="constrained")
     _draw_bars(figure, runs, lambda segment: _PHASE_COLOURS[_kind(segment.activity)])

@@ -46,12 +46,12 @@ class Way:
     name: str
     comm: str
     options: tuple[str, ...]
-    """What the script is told."""
+    """Options for the script."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def way_of(script: Path, comm: str, policy: str, stream: str | None = None) -> Way:
-    """One of ``examples/sft.py`` or ``examples/grpo.py``.
+    """A way to run ``examples/sft.py`` or ``examples/grpo.py``.
 
     Args:
         stream: in place of the policy, for samples whose lengths are not known.
@@ -63,12 +63,12 @@ def way_of(script: Path, comm: str, policy: str, stream: str | None = None) -> W
 
 
 POLICIES = (("collective", "lb-micro"), ("odc", "lb-micro"), ("odc", "lb-mini"))
-"""Communication and policy of the ways that are compared where lengths are known."""
+"""Communication and policy of the ways that need known lengths."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run measured. Rates are of the timed minibatches and of all ranks together."""
+    """The results of one training run. Rates are of the timed minibatches and of all ranks together."""
 
     samples_per_s: float
     tokens_per_s: float
@@ -81,7 +81,7 @@ class Run:
     num_untimed: int
     collectives: bool
     minibatch_samples: tuple[int, ...] = ()
-    """Of all ranks, untimed ones included; also the tokens."""
+    """Samples of each minibatch, of all ranks, untimed minibatches included. The next field has the tokens."""
     minibatch_tokens: tuple[int, ...] = ()
 
     def segments(self, minibatches: Sequence[int] | None = None) -> list[list[Segment]]:
@@ -94,8 +94,8 @@ class Run:
         return Recording.read(self.folder, collectives=self.collectives)
 
     def phases(self, minibatch: int) -> list[list[Segment]]:
-        """Each rank's time in one minibatch: its "phase" spans by label, "" in none; "wait" is drawn over them where
-        it waits for another rank."""
+        """Each rank's time in one minibatch: its "phase" spans by label, "" outside of phases. "wait" comes last, to be
+        drawn over them."""
         found, recording = [], self.recording
         for timeline, cut in zip(recording.timelines, recording.segments([minibatch]), strict=True):
             spans = [s for s in timeline.spans if s.minibatch == minibatch and s.kind in ("minibatch", "phase")]
@@ -111,7 +111,7 @@ LIBRARIES = (
     *("torch._dynamo", "torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2"),
     *("odc.fsdp_patch", "odc.transports.shm", "odc.balance"),
 )
-"""What the ranks would import, each of them in each run."""
+"""Modules that each rank would otherwise import in each run."""
 
 
 def train(
@@ -156,7 +156,7 @@ def train(
 
 
 def check_examples(script: Path, *packages: str) -> None:
-    """Refuse to start what cannot run here.
+    """Refuse to start a script that cannot run here.
 
     Raises:
         NotRunError: this is not the root of the repository, or packages are missing.
@@ -179,7 +179,7 @@ def train_in_turns(
     minibatches: int = 1,
     libraries: Sequence[str] = LIBRARIES,
 ) -> dict[str, list[Run]]:
-    """Train each way so often, in turns, so that a drift of the machine's speed meets all of them.
+    """Train each way ``repetitions`` times, in turns, so that a drift of the machine's speed affects all of them.
 
     Args:
         options: of the scripts.
@@ -237,7 +237,7 @@ def run_child(command: Sequence[str], folder: Path) -> None:
 
 
 def read_run(folder: Path, *, collectives: bool) -> Run:
-    """What a run wrote into its folder."""
+    """Read what a run has written into its folder."""
     result = json.loads((folder / "result.json").read_text())
     timed = range(result["untimed"], len(result["losses"]))
     spent = shares(Recording.read(folder, collectives=collectives).segments(timed))
@@ -280,7 +280,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Largest relative difference between two loss curves, over all minibatches.
+    """The largest relative difference between two loss curves, over all minibatches.
 
     Raises:
         ValueError: the curves differ in length.
@@ -330,7 +330,7 @@ def _summarize(runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, Any]:
 
 
 def quietest(runs: Mapping[str, Sequence[Run]]) -> dict[str, Run]:
-    """All configurations' runs of one repetition, to draw: the one that took the least time in all.
+    """For a picture, the runs of the repetition that took the least time in all, by configuration.
 
     Runs of one repetition are neighbours in time, and this one was disturbed least.
     """
@@ -344,7 +344,7 @@ def _spread(entry: Mapping[str, Any], key: str) -> dict[str, float]:
 
 
 def runs_table(*columns: Column) -> Table:
-    """One row per way to train; further ``columns``."""
+    """A table with one row per way to train, and further ``columns``."""
     return Table(
         "runs",
         "{settings[ranks]} ranks, medians of {settings[repetitions]} runs (lowest-highest)",

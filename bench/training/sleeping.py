@@ -33,7 +33,7 @@ from odc.timeline import Span
 
 
 class Clock:
-    """Emulates compute by sleeping. What a sleep lasts too long is taken off the next ones."""
+    """Emulates compute by sleeping. If a sleep lasts too long, the next ones are shorter."""
 
     def __init__(self) -> None:
         self._owed_ns = 0
@@ -53,7 +53,8 @@ class Clock:
         self.slept_ns += spent_ns
 
     def take(self) -> int:
-        """What has been slept since the last call, nanoseconds. What was too long of it is not owed any more."""
+        """Nanoseconds slept since the last call. If the last sleep was too long, the next ones are not shorter for it
+        any more."""
         spent_ns, self.slept_ns, self._owed_ns = self.slept_ns, 0, 0
         return spent_ns
 
@@ -79,7 +80,7 @@ class _Work(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """One weight of ``numel`` elements, and the time that the layer takes."""
+    """A layer with one weight of ``numel`` elements, and the time that it takes."""
 
     def __init__(self, numel: int, clock: Clock) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class SleepingModel(nn.Module):
         self._optimizer = torch.optim.SGD(self.parameters(), lr=1e-6)
 
     def step(self) -> None:
-        """The end of a minibatch."""
+        """End a minibatch."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -124,7 +125,7 @@ class SleepingModel(nn.Module):
         return x
 
     def microbatch(self, seconds: float) -> None:
-        """A forward and backward that compute for so long."""
+        """Run a forward and backward that compute for ``seconds`` together."""
         for layer in self._sleeping:
             layer.seconds = seconds / len(self._sleeping)
         self(torch.zeros(1, requires_grad=True)).sum().backward()
@@ -134,7 +135,7 @@ class SleepingModel(nn.Module):
 
 
 DTYPE = torch.bfloat16
-"""Of what encoders give, and its gradients."""
+"""The dtype of the encoders' outputs and of their gradients."""
 
 
 @dataclass
@@ -142,19 +143,20 @@ class RankRun:
     """One rank's run, untimed minibatches included."""
 
     spans: list[Span] = field(default_factory=list)
-    """Kinds: "minibatch"; within, "load", "encode", "backward", "language", "move"; within these, "wait", "compute"."""
+    """Spans of the kinds "minibatch"; inside it "load", "encode", "backward", "language", "move"; inside these "wait"
+    and "compute"."""
     cost_s: list[float] = field(default_factory=list)
-    """Of each minibatch, by the cost model of what came; ``compute_ns``: what was slept of it."""
+    """Seconds that each minibatch should compute, by the cost model. ``compute_ns`` is the time slept for them."""
     compute_ns: list[int] = field(default_factory=list)
     moving_cpu_ns: list[int] = field(default_factory=list)
-    """Of the thread that trains."""
+    """CPU time of the thread that trains, while it moves tensors."""
     planning_s: list[float] = field(default_factory=list)
     num_bytes: list[dict[str, int]] = field(default_factory=list)
-    """That came from other ranks, of each cargo."""
+    """Bytes that came from other ranks in each minibatch, by kind of cargo."""
 
 
 class ModalityModel:
-    """The model of one rank: sleeps, and memory of the right sizes.
+    """The model of one rank: it sleeps instead of computing, and its tensors have the right sizes.
 
     Args:
         width: elements of a row of an encoder's output.
@@ -174,7 +176,7 @@ class ModalityModel:
 
     @contextmanager
     def span(self, kind: str, label: str) -> Iterator[None]:
-        """Record what is done inside."""
+        """Record a span of what is done inside."""
         start_ns, cpu_ns = time.monotonic_ns(), time.thread_time_ns()
         yield
         if kind == "move":
@@ -187,7 +189,7 @@ class ModalityModel:
             dist.barrier()
 
     def encoders(self) -> dict[str, Encoder]:
-        """As :func:`run_minibatch` wants them."""
+        """The encoders, as :func:`run_minibatch` takes them."""
 
         def make(name: str, token_bytes: int) -> Encoder:
             return Encoder(
@@ -209,7 +211,7 @@ class ModalityModel:
     def language(
         self, texts: Sequence[Mapping[str, torch.Tensor]], outputs: Mapping[str, Sequence[torch.Tensor]]
     ) -> Any:
-        """The loss of a microbatch."""
+        """Run the language model; return the loss of a microbatch."""
         rest = {name: iter(found) for name, found in outputs.items()}
         lengths = []
         for text in texts:
@@ -234,7 +236,7 @@ class ModalityModel:
         return self._seconds_per_flop * float(costs[0, 0])
 
     def compute(self, name: str, seconds: float) -> None:
-        """A forward or a backward."""
+        """Compute a forward or a backward."""
         if self._lockstep:
             self.meet(name)
         self.cost_s += seconds
@@ -248,7 +250,7 @@ class ModalityModel:
 
 
 class Counting:
-    """A mover that counts what comes from other ranks, and tells waiting for them from moving.
+    """A mover that counts what comes from other ranks, and separates waiting for them from moving.
 
     Args:
         items: that of an :class:`OnDemand`, whose runtime records its waits.
@@ -271,7 +273,7 @@ class Counting:
 
     @contextmanager
     def waits(self, channel: str) -> Iterator[None]:
-        """Around what may wait for another rank by itself."""
+        """Record a wait if what is done inside waits for another rank."""
         if self._items is None:
             yield
             return
@@ -307,7 +309,8 @@ class _Counted(Carrier):
 
 
 def segments(run: RankRun, minibatch: int) -> list[Segment]:
-    """What a rank did in a minibatch, each moment once: the phases by name, "move", "wait", "load", and "other"."""
+    """What a rank did in a minibatch, at each moment one thing: a phase by its name, "move", "wait", "load" or
+    "other"."""
     spans = [span for span in run.spans if span.minibatch == minibatch]
     activities = {"minibatch": "other", "move": "move", "wait": "wait", "load": "load"}
     found = [(activities[span.kind], span) for span in spans if span.kind in activities]

@@ -30,11 +30,12 @@ CONFIGURATIONS = (
     way_of(SCRIPT, "odc", "lb-mini"),
 )
 NUM_PARTS = 12
-"""Of the tokens of an epoch, in each of which the mean loss is taken."""
+"""Number of parts into which the tokens of an epoch are divided. Each part has a mean loss."""
 
 
 def curve(run: Run) -> tuple[list[float], list[float]]:
-    """Tokens seen at the middle of each part of the epoch, and the mean loss of its minibatches, weighted by tokens."""
+    """For each part of the epoch, the tokens seen at its middle, and the mean loss of its minibatches, weighted by
+    tokens."""
     tokens = np.array(run.minibatch_tokens, dtype=np.float64)
     middle = np.cumsum(tokens) - tokens / 2
     part = np.minimum((middle * NUM_PARTS / tokens.sum()).astype(int), NUM_PARTS - 1)
@@ -46,8 +47,8 @@ def curve(run: Run) -> tuple[list[float], list[float]]:
 
 
 def rows_of(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """One row for each way, in their order. ``times_first`` and ``waiting_percent`` (of the ranks' time) are medians,
-    tokens and losses those of :func:`curve`."""
+    """One row for each way, in their order. ``times_first`` and ``waiting_percent`` (of the ranks' time) are medians.
+    Tokens and losses are those of :func:`curve`."""
     rows: list[dict[str, Any]] = []
     for name, mine in runs.items():
         rates = [round(run.samples_per_s, 3) for run in mine]
@@ -69,7 +70,8 @@ def rows_of(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
 
 
 def last_loss(losses: Sequence[float]) -> float:
-    """Mean of the parts of the last third: one part alone is of some 50 samples, and as high as these are hard."""
+    """Mean loss of the parts of the last third. One part alone has some 50 samples, and depends on how hard these
+    are."""
     return statistics.fmean(losses[-NUM_PARTS // 3 :])
 
 

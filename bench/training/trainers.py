@@ -44,7 +44,8 @@ class Way:
     odc: bool
     policy: str | None = None
     online: bool = False
-    """With rows of at most as many tokens as the longest sample has, which is what policies take by default."""
+    """Whether samples are balanced online, in rows of at most as many tokens as the longest sample has, which is the
+    policies' default."""
 
     def command(self, script: str, num_ranks: int, options: list[str]) -> list[str]:
         """The words of the command line."""

@@ -88,7 +88,7 @@ def measure(
 
 
 def in_words(outcome: Outcome, seed: int) -> str:
-    """What became of a trial, and how to repeat it."""
+    """How a trial has ended, and how to repeat it."""
     lines = [
         f"trial {outcome.trial.number} {outcome.status}: {outcome.trial.describe()}",
         f"  {outcome.reason}",

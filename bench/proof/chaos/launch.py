@@ -45,7 +45,7 @@ class Outcome:
     """One of ``OUTCOMES``."""
     reason: str = ""
     slowest_s: float | None = None
-    """From what happened to the end of the last rank that could end."""
+    """Seconds from the event to the end of the last rank that could end."""
     last_errors: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -62,7 +62,7 @@ class _Seen:
     ends: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Exit code and time, by rank."""
     killed: set[int] = field(default_factory=set)
-    """Ranks that had not ended by themselves."""
+    """Ranks that did not end by themselves."""
     left: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     """What each rank has written."""
@@ -154,7 +154,8 @@ def run_trials(
 
 
 def judge(trial: Trial, seen: _Seen) -> Outcome:
-    """What was promised, in this order: ends, in time, with the right codes, naming the rank, and why."""
+    """Judge a trial in this order: all ranks end, in time, with the right exit codes, and their errors name the rank
+    and the cause."""
     errors = {rank: last_error(text) for rank, text in enumerate(seen.texts)}
     others = [rank for rank in range(trial.world_size) if rank != trial.victim]
     ends = [at for rank, (_, at) in seen.ends.items() if rank not in seen.killed]
@@ -241,7 +242,8 @@ def last_error(text: str) -> str:
 
 
 def blamed_rank(error: str, own: int) -> int | None:
-    """Which rank an error says it comes from: the last cause in a chain of them, in the numbering of the whole job."""
+    """The rank that an error names as its cause, in the numbering of the whole job: the last cause in a chain of
+    them."""
     if causes := re.findall(r"Cause: rank (\d+)", error):
         return int(causes[-1])
     reporter, told = _reporter(error, own)

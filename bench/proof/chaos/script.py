@@ -61,7 +61,7 @@ _SLOW_S = 0.02  # of a microbatch, in each step on another rank
 
 
 class Fault:
-    """What happens to this rank, if it is the one, when it comes to the place."""
+    """The fault of this rank, if it is the victim. It happens when the rank comes to the place."""
 
     def __init__(self, trial: Trial, rank: int, folder: Path) -> None:
         self._phase = trial.phase if rank == trial.victim and not trial.point else None
@@ -71,7 +71,7 @@ class Fault:
         self.step = 0
 
     def at(self, phase: str) -> None:
-        """Called at every place in the script."""
+        """Called at every place of the script where a fault may happen."""
         if phase != self._phase or (phase != "set-up" and self.step < self._at):
             return
         self._phase = None
@@ -93,7 +93,7 @@ class Fault:
 
 
 class AllTokens(torch.autograd.Function):
-    """Those of all ranks of ``group``, along ``dim``, of which each has a part."""
+    """Joins the tokens of all ranks of ``group`` along ``dim``. Each rank has a part of them."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -111,7 +111,7 @@ class AllTokens(torch.autograd.Function):
 
 class Block(nn.Module):
     all_tokens: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Of which this rank has some; None: no token looks at others."""
+    """Makes all tokens of a sample out of this rank's part; None: no token looks at others."""
 
     def __init__(self, at_middle: Callable[[], None]) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Block(nn.Module):
 
 
 def keep_store(folder: Path) -> NoReturn:
-    """What the process does through whose store the ranks meet, as that of a launcher."""
+    """Run the process whose store the ranks meet through, as a launcher does."""
     die_with_parent()
     server: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (folder / "new").write_text(f"{server.port}")
@@ -147,7 +147,7 @@ def _store_of(folder: Path) -> Store:
 
 
 def train(trial: Trial, rank: int, folder: Path) -> None:
-    """Train until the end, or until something happens. Returns only if the numbers are right."""
+    """Train until the end, or until the fault. Returns only if the numbers are right."""
     fault = Fault(trial, rank, folder)
     torch.set_num_threads(1)
     os.environ[TIMEOUT] = str(SILENCE_LIMIT_S)
@@ -253,7 +253,7 @@ def _loss(
 
 
 class Samples:
-    """Of the trials that bind late. Reading one is what a rank does that has claimed it."""
+    """Samples of the trials that bind late. A rank reads a sample when it has claimed it."""
 
     def __init__(self, on_read: Callable[[], None]) -> None:
         self._on_read = on_read
@@ -328,7 +328,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def serve() -> tuple[Trial, int, Path] | None:
-    """Run trials until standard input ends; in each rank's process, what that is to do."""
+    """Run trials until standard input ends. Returns in each rank's process, with its trial, its number and its
+    folder."""
     import torch._dynamo  # noqa: F401  # or fully_shard and optimizers, most of a short rank's time
 
     # What a rank leaves behind becomes our child, wherever it went.

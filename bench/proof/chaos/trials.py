@@ -58,20 +58,20 @@ POINTS = {
     "finish": ("finish.before", "finish.before_done"),
     "publish": ("publish.before", "publish.after"),
 }
-"""Where in ODC's own code a fault of a phase may be injected, instead of in the script."""
+"""Points in ODC's own code where a fault of a phase may be injected, instead of in the script."""
 INJECTED = {"kill": "kill", "pause": "stop", "stop": "stop", "_exit": "exit", "segfault": "segv"}
-"""What ODC can be told to do at a point (``ODC_FAULT``), by action."""
+"""By action, what ODC is told to do at a point (``ODC_FAULT``)."""
 MESHES = {
     "dp tp": "FSDP2 beside tensor parallelism",
     "dp cp": "FSDP2 over dp and cp, flattened to one dimension; each block looks at tokens of its partners",
     "replicate dp tp": "the first, in two replicas",
     "dp cp tp": "both at once",
 }
-"""Dimensions of two ranks each. Those that differ in "cp" or "tp" only compute together."""
+"""Meshes; each dimension has two ranks. Ranks that differ only in "cp" or "tp" compute together."""
 DIFFER = "differ"
 DIFFERS = "a microbatch more or less than the ranks that it computes with"
 STORE = -1
-"""In place of a rank: the process of the store through which ranks tell each other what they have begun."""
+"""In place of a rank as victim: the process of the store through which ranks tell each other what they have begun."""
 CLAIM = "claim"
 CLAIMS = "between the claim of a sample that is bound late and its microbatch"
 SIGNALS = {
@@ -81,7 +81,7 @@ SIGNALS = {
     "terminate": signal.SIGTERM,
     "interrupt": signal.SIGINT,
 }
-"""Of the actions that are a signal, from outside or by the rank to itself."""
+"""The actions that are a signal, from outside or by the rank to itself."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Trial:
     point: str
     """A point of ``ODC_FAULT``, or "" for a place in the script or a random time."""
     at: int
-    """Which step, or which pass of the point (from 1)."""
+    """The step, or the pass of the point (from 1)."""
     delay_s: float
-    """Since training has begun, in phase "any"."""
+    """Seconds after training has begun, in phase "any"."""
     pause_s: float
     idle: bool
     """Whether in each step another rank has no microbatch."""
@@ -109,7 +109,7 @@ class Trial:
     mesh: str = ""
     """One of ``MESHES``, or none."""
     late: bool = False
-    """Whether samples are bound to ranks when these come to them."""
+    """Whether samples are bound to ranks late, when ranks come to them."""
 
     def host_of(self, rank: int) -> str:
         if self.transport == "shm":
@@ -120,17 +120,17 @@ class Trial:
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks of a host share parameters and gradients, if the mesh lets them."""
+        """Whether ranks of a host share parameters and gradients, if the mesh allows that."""
         return self.transport == "shared" or (bool(self.mesh) and self.number % 3 == 0)
 
     @property
     def num_partners(self) -> int:
-        """Ranks that compute together, one number after the other."""
+        """How many ranks compute together. Their numbers follow one another."""
         return 1 << sum(name in ("cp", "tp") for name in self.mesh.split())
 
     @property
     def num_groups(self) -> int:
-        """Of such ranks."""
+        """Number of groups of such ranks."""
         return self.world_size // self.num_partners
 
     def num_microbatches(self, step: int, rank: int) -> int:
@@ -140,7 +140,7 @@ class Trial:
 
     @property
     def limit_s(self) -> float:
-        """From what happens to the end of the last rank."""
+        """The limit from the event to the end of the last rank."""
         if self.action != "stop":
             return NOTICE_S
         return NOTICE_S + max(
@@ -149,7 +149,7 @@ class Trial:
 
     @property
     def exit_codes(self) -> tuple[int, ...]:
-        """How the victim may end; negative: by that signal."""
+        """Exit codes with which the victim may end; negative ones are signals."""
         codes = {
             "pause": (0,),
             "raise": (1,),
@@ -163,8 +163,8 @@ class Trial:
         return codes.get(self.action, (-9,))
 
     def says_why(self, text: str, reporter: int) -> bool:
-        """Whether an error that comes from ``reporter`` tells the cause. How a process of another host has ended, it
-        cannot know."""
+        """Whether an error that comes from ``reporter`` tells the cause. A rank of another host cannot know how a
+        process has ended."""
         if self.victim == STORE:
             return "an answer of the store of torch.distributed" in text
         here = self.host_of(reporter) == self.host_of(self.victim)
@@ -197,8 +197,8 @@ class Trial:
 
 
 def generate(seed: int) -> Iterator[Trial]:
-    """Trials without end, the same for the same seed. Transports, actions and phases come equally often; FSDP2 is
-    staged or not, whichever has met the rest of the trial more seldom."""
+    """Trials without end, the same for the same seed. Transports, actions and phases come equally often. Of FSDP2's two
+    ways, staged and in place, a trial takes the one that has met the rest of the trial more seldom."""
     chance = random.Random(seed)
     seen: Counter[tuple[object, ...]] = Counter()
     number = 0
@@ -235,8 +235,8 @@ def generate_on_meshes(seed: int) -> Iterator[Trial]:
 
 
 def generate_late(seed: int) -> Iterator[Trial]:
-    """As :func:`generate`, with samples that are bound late; a third of them in phase :data:`CLAIM`, and in a fifth the
-    store comes to grief at a random time, no rank."""
+    """As :func:`generate`, with samples that are bound late. A third of the trials is in phase :data:`CLAIM`. In a
+    fifth the fault hits the store at a random time, and no rank."""
     for trial in generate(seed):
         late = replace(trial, late=True, idle=False)
         if trial.number % 5 == 4:

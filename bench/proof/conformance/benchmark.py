@@ -60,7 +60,7 @@ COLUMNS = list(itertools.product(*(values for axis, values in AXES.items() if ax
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """One line."""
+    """Numbers of cells by status, in one line."""
     counts = Counter(outcome.status for outcome in outcomes)
     return f"{len(outcomes)} cells: {counts['passed']} passed, {counts['refused']} refused, {counts['failed']} failed"
 

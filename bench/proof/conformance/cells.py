@@ -112,7 +112,7 @@ class Outcome:
     """"passed", "refused" (by ``odc.UnsupportedError``) or "failed"."""
 
     reason: str = ""
-    """Why, unless it passed."""
+    """The reason, unless the cell passed."""
 
     losses: float | None = None
     """Largest error of a loss, or of the norm that clipping found in any step."""
@@ -125,7 +125,7 @@ class Outcome:
 
 
 def outcome_of(cell: Cell, found: jobs.Outcome) -> Outcome:
-    """What the outcome of its script says of a cell."""
+    """The outcome of a cell, made of that of its script."""
     refusal = f"{odc.UnsupportedError.__name__}: "
     if found.status == "refused" and found.reason.startswith(refusal):
         return Outcome(cell, "refused", found.reason.removeprefix(refusal))

@@ -83,7 +83,7 @@ FACTORS: dict[str, dict[str, str]] = {
     "end": {"implicit": "", "block": "with session.minibatch()"},
 }
 EQUAL_COUNTS = {"one": 1, "three": 3, "four": 4}
-"""Microbatches of each rank and step, where all have as many. Conformance alone has four."""
+"""Microbatches of each rank in each step, where all ranks have as many. Only conformance has four."""
 _CANDIDATES = 24  # of which the one with the rarest pairs becomes a case
 _ATTEMPTS = 400  # to complete a pair, before it counts as impossible
 
@@ -92,7 +92,8 @@ _Values: Any = make_dataclass("_Values", [(name, str) for name in FACTORS], froz
 
 
 class Case(_Values):  # type: ignore[misc]  # its fields are told once, above
-    """One generated script. Each field is named as in ``FACTORS``, and has one of the values there."""
+    """One generated script. Each field has the name of a factor in ``FACTORS``, and one of its values; conformance also
+    has four microbatches ("four") and reduction in bfloat16 ("bf16-reduced")."""
 
     @property
     def world_size(self) -> int:
@@ -104,11 +105,11 @@ class Case(_Values):  # type: ignore[misc]  # its fields are told once, above
 
     @property
     def num_blocks(self) -> int:
-        """Units beside the root, which is one."""
+        """Units beside the root, which is one itself."""
         return int(self.units) - 1
 
     def num_microbatches(self, step: int, rank: int) -> int:
-        """Of this rank in this step; at least one rank has some."""
+        """Microbatches of this rank in this step; at least one rank has some."""
         if self.counts in EQUAL_COUNTS:
             return EQUAL_COUNTS[self.counts]
         is_idle = {
@@ -119,13 +120,13 @@ class Case(_Values):  # type: ignore[misc]  # its fields are told once, above
         return 0 if is_idle.get(self.counts, False) else 1 + (step + 2 * rank) % 3
 
     def uses(self, block: int, step: int) -> bool:
-        """Whether the forwards of this step use that block: only the last one may be left out."""
+        """Whether the forwards of this step use this block. Only the last block may be left out."""
         if self.unused == "no" or block != self.num_blocks - 1:
             return True
         return self.unused == "odd-steps" and step % 2 == 1
 
     def describe(self) -> str:
-        """Only what is not the plainest value of its factor, for people."""
+        """The values that are not the plainest of their factor, for people."""
         words = [
             f"{name}={value}"
             for name, value in asdict(self).items()
@@ -135,7 +136,7 @@ class Case(_Values):  # type: ignore[misc]  # its fields are told once, above
 
 
 def impossible(values: Mapping[str, str]) -> str | None:
-    """Why no script can do this, FSDP being what it is; None if one can."""
+    """Why no script can combine these values; None if one can."""
     is_fsdp1 = values["fsdp"] != "fsdp2"
     needs_a_unit = values["frozen"] == "unit" or values["unused"] != "no" or values["twice"] != "no"
     is_last_of_several = values["sync"] == "last" and values["unused"] != "no" and values["counts"] != "one"
@@ -157,7 +158,7 @@ def impossible(values: Mapping[str, str]) -> str | None:
 
 
 def generate(seed: int) -> Iterator[Case]:
-    """Cases without end, the same for the same seed. Each takes in the pairs of values that were rarest before it."""
+    """Cases without end, the same for the same seed. Each case includes pairs of values that were rarest before."""
     chance = random.Random(seed)
     seen: Counter[tuple[Any, ...]] = Counter()
     missing = list(all_pairs())

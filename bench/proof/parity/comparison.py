@@ -15,9 +15,9 @@ from odc.config import STAGING
 from odc.timeline import Stats
 
 TOLERANCES = {"fp32": 1e-6, "bf16": 2e-2}
-"""Of the largest term of each sum, times the number of steps so far: a difference of rounding in the parameters is one
-in all that follows. In bf16 the first step's gradients must agree as in fp32; later, a difference of rounding in a
-parameter may be one of its last bit in bfloat16."""
+"""Relative to the largest term of each sum, times the number of steps so far, because a difference of rounding in the
+parameters goes on in all later steps. In bf16 the first step's gradients must agree as in fp32; later a difference of
+rounding in a parameter may become one of its last bit in bfloat16."""
 REDUCED_TOLERANCE = 1e-2
 """Where plain FSDP reduces in bfloat16 and ODC sums in float32; of gradients, times the number of steps so far."""
 
@@ -27,7 +27,7 @@ class PlainFails(Exception):
 
 
 def measure(case: Case, mesh: DeviceMesh) -> tuple[dict[str, float], list[str]]:
-    """Train twice; the largest errors on this rank, and what is wrong in words. Collective.
+    """Train twice; return the largest errors on this rank, and in words what is wrong. Collective.
 
     Raises:
         PlainFails: the run without ODC has raised.
@@ -111,7 +111,7 @@ def _largest_of(name: str, terms: Mapping[str, float]) -> float:
 
 
 def difference(found: torch.Tensor | None, expected: torch.Tensor) -> float:
-    """The largest; infinite where there is nothing to compare, or a value is not finite."""
+    """The largest difference; infinite where there is nothing to compare, or a value is not finite."""
     if found is None or found.shape != expected.shape:
         return math.inf
     differences = (found.double() - expected.double()).abs()
@@ -119,7 +119,7 @@ def difference(found: torch.Tensor | None, expected: torch.Tensor) -> float:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """Absolute value."""
+    """The largest absolute value; 0 of an empty tensor."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 

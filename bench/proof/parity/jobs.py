@@ -27,9 +27,10 @@ from odc.config import HOST_ID, SHARE, STAGING, TIMEOUT
 from odc.fsdp_patch import fsdp2_in_place
 
 Prepare = Callable[[int], None]
-"""Called with its rank in every rank before the first case; a module-level function. Tests break something here."""
+"""Called with its rank in every rank before the first case. It is a function of a module. Tests break something
+here."""
 Message = dict[str, Any]
-"""What a rank says of a case: what it has measured, or "error" and "text"."""
+"""What a rank reports of a case: what it has measured, or "error" and "text"."""
 OUTCOMES = ("equal", "refused", "different", "hang", "crash", "not plain")
 
 
@@ -93,7 +94,7 @@ def _await(number: int, case: Case, pipes: Sequence[Connection]) -> Outcome:
 
 
 def collect(pipes: Sequence[Connection], limit_s: float, last_words_s: float) -> list[Message | None]:
-    """What each rank has to say; None of one that says nothing in time, or soon after another one has failed."""
+    """The message of each rank. It is None if a rank says nothing in time, or soon after another rank has failed."""
     messages: list[Message | None] = [None] * len(pipes)
     left, deadline = list(pipes), time.monotonic() + limit_s
     while left and (ready := wait(left, max(deadline - time.monotonic(), 0.0))):
@@ -139,7 +140,7 @@ def _judge(number: int, case: Case, messages: Sequence[dict[str, Any] | None]) -
 
 
 def kind_of(reason: str) -> str:
-    """A refusal without the names and numbers that differ from case to case, for counting."""
+    """A refusal without names and numbers, which differ from case to case, for counting."""
     return re.sub(r"'[^']*'|\d+(\.\d+)?", "_", reason.split(". ")[0])[:160]
 
 

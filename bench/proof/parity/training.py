@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Net(LanguageModel):
-    """With the blocks that a step uses."""
+    """A language model of which a step uses some blocks."""
 
     def __init__(self, case: Case) -> None:
         width, vocabulary = WIDTHS[case.shapes], VOCABULARY + (case.shapes != "even")
@@ -72,7 +72,7 @@ class Net(LanguageModel):
 
 
 def build(case: Case) -> Net:
-    """The same weights on every rank, as if trained before: no tensor is constant."""
+    """The model with the same weights on every rank, as if it were trained before: no tensor is constant."""
     torch.manual_seed(0)
     model = Net(case)
     as_if_trained(model)
@@ -86,7 +86,7 @@ def build(case: Case) -> Net:
 
 
 def shard(case: Case, model: Net, mesh: DeviceMesh) -> nn.Module:
-    """One unit per block and one for the rest."""
+    """Shard the model: one unit per block and one for the rest."""
     reshard: bool | int = {"yes": True, "no": False, "int": 2}[case.reshard]
     reduced = {"bf16": torch.float32, "bf16-reduced": torch.bfloat16}.get(case.precision)
     dtypes = None if reduced is None else (torch.bfloat16, reduced)
@@ -94,7 +94,7 @@ def shard(case: Case, model: Net, mesh: DeviceMesh) -> nn.Module:
 
 
 class OwnOptimizer(torch.optim.SGD):
-    """Clears gradients in its own way."""
+    """An optimizer that clears gradients in its own way."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
@@ -104,7 +104,7 @@ class OwnOptimizer(torch.optim.SGD):
 
 
 def optimizers_of(case: Case, parameters: Sequence[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """All parameters are in one of them, frozen ones too."""
+    """The optimizers. Each parameter is in one of them, frozen ones too."""
     half = len(parameters) // 2
     if case.optimizer == "two" and half:
         return [_adamw(parameters[:half]), torch.optim.SGD(parameters[half:], lr=_LEARNING_RATE)]
@@ -119,21 +119,21 @@ def _adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass
 class Run:
-    """What one training leaves behind on one rank."""
+    """The results of one training on one rank."""
 
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Losses, evaluations, norms and sums over ranks, by what and when."""
+    """Losses, evaluations, norms and sums over ranks, by kind and time."""
     gradients: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    """This rank's part of every ``.grad`` as each step has used it."""
+    """This rank's part of every ``.grad``, as each step has used it."""
     seen: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    """What the script itself has read of gradients, or kept of them over the next step."""
+    """What the script itself has read of gradients, or has kept of them over the next step."""
     clipped_to: dict[int, float] = field(default_factory=dict)
-    """The factor by which each step's gradients were made smaller."""
+    """The factor by which each step's gradients were scaled down."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     description: str = ""
-    """What the session says of itself."""
+    """The session's description of itself."""
     stats: Stats | None = None
-    """What the session has done on this rank."""
+    """The session's counters on this rank."""
 
 
 def train(case: Case, mesh: DeviceMesh, *, patch: bool) -> Run:
