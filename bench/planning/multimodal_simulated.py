@@ -36,7 +36,7 @@ import numpy as np
 import typer
 
 from odc.balance import Rearrangement, get_policy, karmarkar_karp
-from odc.balance.checks import FloatArray
+from odc.balance.checks import FloatArray, IntArray
 from odc.balance.layout import Layout, microbatch_costs
 from odc.balance.multimodal import MinibatchLengths, MinibatchSchedule, Orchestrator, StepTimes, step_times
 from odc.balance.plan import Plan
@@ -205,16 +205,23 @@ def journeys(size: ModelSize, schedule: MinibatchSchedule, *, placed: bool) -> I
         yield name, route.volume(num_bytes[name])
 
 
+def to_other_nodes(volume: FloatArray, nodes: IntArray | None = None) -> FloatArray:
+    """What each rank sends to other nodes, (num_ranks,), of a volume by rank and batch. Batch j is on ``nodes[j]``, by
+    default on the node of rank j."""
+    own = np.arange(len(volume)) // RANKS_PER_NODE
+    sent: FloatArray = np.where(own[:, None] != (own if nodes is None else nodes), volume, 0).sum(axis=1)
+    return sent
+
+
 def moving(size: ModelSize, num_ranks: int, minibatches: int) -> dict[str, dict[str, float]]:
     """Figures 12 and 13: bytes that a rank moves, of each kind, as an all-gather and as an all-to-all, and between
     nodes with and without placement."""
-    nodes = np.arange(num_ranks) // RANKS_PER_NODE
     rows: dict[str, list[dict[str, float]]] = {}
     for _, schedule in plans_of(size, num_ranks, size.samples_per_rank(num_ranks), minibatches):
         unplaced = dict(journeys(size, schedule, placed=False))
         for name, volume in journeys(size, schedule, placed=True):
             moved = volume - np.diag(np.diag(volume))
-            between, before = (np.where(nodes[:, None] != nodes, v, 0).sum(axis=1) for v in (volume, unplaced[name]))
+            between, before = to_other_nodes(volume), to_other_nodes(unplaced[name])
             largest = float(volume.sum(axis=1).max())
             row = {
                 "all_gather_bytes": (num_ranks - 1) * largest,

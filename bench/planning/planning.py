@@ -36,14 +36,21 @@ from odc.balance import (
 )
 from odc.balance.checks import FloatArray
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Figures, Run, Table, spread
-from odc.bench.planning.multimodal_simulated import by_phase, draw, journeys, means, plans_of
+from odc.bench.planning.multimodal_simulated import (
+    RANKS_PER_NODE,
+    by_phase,
+    draw,
+    journeys,
+    means,
+    plans_of,
+    to_other_nodes,
+)
 from odc.bench.planning.multimodal_sizes import SIZES
 
 LOADERS = ((8, 4, 50), (64, 8, 20), (256, 16, 5), (1024, 16, 3))
 """Ranks, samples of each rank, and minibatches of an epoch."""
 REBALANCE_RANKS = (64, 256, 1024, 2560)
 PLAN_RANKS = (256, 2560)
-RANKS_PER_NODE = 8
 MODEL, LAW = "MLLM-10B", "longalign"
 
 
@@ -114,9 +121,7 @@ def measure_plan(num_ranks: int, repetitions: int) -> dict[str, Any]:
 
 def _between_nodes(volume: FloatArray) -> float:
     """The part of all that goes from a rank of one node to one of another."""
-    num_nodes = len(volume) // RANKS_PER_NODE
-    by_node = volume.reshape(num_nodes, RANKS_PER_NODE, num_nodes, RANKS_PER_NODE).sum(axis=(1, 3))
-    return 1 - float(np.trace(by_node) / by_node.sum())
+    return float(to_other_nodes(volume).sum() / volume.sum())
 
 
 def measure(

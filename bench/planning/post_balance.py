@@ -29,11 +29,12 @@ from odc.balance.costs import attention_costs
 from odc.balance.layout import Layout, microbatch_costs
 from odc.balance.partition.differencing import Parts
 from odc.bench.harness.benchmark import Benchmark, Column, Entries, Run, Table, spread
+from odc.bench.planning.multimodal_simulated import RANKS_PER_NODE, to_other_nodes
 from odc.bench.planning.partition_quality import least_makespan, subsets
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 LAWS = ("llava", "sharegpt4o", "longalign")
-SAMPLES_PER_RANK, RANKS_PER_NODE = 60, 8
+SAMPLES_PER_RANK = 60
 ATTENTION = 0.1
 MOST_MEAN_EXCESS: dict[str, float] = {"packed": 0.002, "padded": 1e-12, "padded-attention": 0.01}
 
@@ -115,8 +116,7 @@ def rearranged(law: str, num_ranks: int, seed: int) -> IntArray:
 
 def most_sent(volume: IntArray, nodes: IntArray) -> float:
     """The largest volume that a rank sends to other nodes if batch j is on ``nodes[j]``."""
-    elsewhere = (np.arange(len(volume)) // RANKS_PER_NODE)[:, None] != nodes
-    return float((volume * elsewhere).sum(axis=1).max())
+    return float(to_other_nodes(volume.astype(np.float64), nodes).max())
 
 
 def measure_nodes(law: str, num_ranks: int, seed: int, cbc_s: float | None) -> dict[str, Any]:
