@@ -1133,7 +1133,7 @@ MUTANTS = (
         "trainers-a-microbatch-counts-as-any-other",
         "A microbatch of pairs weighs as much as any other, however many pairs it has: TRL's mean over it is taken as it is. The loss depends on the packing.",
         ("tests/trainers/test_trainers_forms.py::test_a_process_alone_trains_the_same",),
-        "trainers/step_batches.py",
+        "trainers/trl.py",
         (('"weight": float(count > 0) if whole else count * share,', '"weight": float(count > 0),'),),
     ),
     Mutant(
@@ -1154,11 +1154,11 @@ MUTANTS = (
         "trainers-first-labels-of-one-sample-are-counted",
         "Of the labels that packing has taken away only that of a row's first sample is counted. For models whose trainer counts all labels (GPT-2) the loss is divided by too few tokens.",
         ("tests/trainers/test_trainers_online.py::test_placeholders_stand_for_what_is_done",),
-        "trainers/streamed.py",
+        "trainers/packing.py",
         (
             (
-                'num_first_labels = sum(int((sample["labels"][:, :1] != IGNORED).sum()) for sample in samples)',
-                'num_first_labels = sum(int((sample["labels"][:, :1] != IGNORED).sum()) for sample in samples[:1])',
+                'return sum(int((sample["labels"][:, :1] != IGNORED).sum()) for sample in samples)',
+                'return sum(int((sample["labels"][:, :1] != IGNORED).sum()) for sample in samples[:1])',
             ),
         ),
     ),
@@ -1166,7 +1166,7 @@ MUTANTS = (
         "trainers-ratios-are-padded-by-0",
         'Ratios of an engine that samples are padded by 0, as everything else: "vespo" multiplies those of whole rows.',
         ("tests/trainers/test_trainers_forms.py::test_rollouts_are_taken_apart_and_put_together",),
-        "trainers/forms.py",
+        "trainers/trl.py",
         (
             (
                 '_PADDED_BY: ClassVar[Mapping[str, int]] = {"tool_mask": 1, "importance_sampling_ratio": 1}',

@@ -22,9 +22,10 @@ from odc.balance.late_binding.steal_policy import pack_largest_first
 from odc.balance.late_binding.work_queues import WorkQueues, own_store, together_on
 from odc.balance.plan import Plan, PlannedMinibatch
 from odc.errors import UnsupportedError
+from odc.trainers.accelerate import DataRanks, random_states_kept
 from odc.trainers.batches import Bundle, Microbatch
-from odc.trainers.packing import PackedDataset, counts_of, random_states_kept
-from odc.trainers.prepared import DataRanks
+from odc.trainers.packing import counts_of
+from odc.trainers.planned import PackedDataset
 
 
 class LateSteps:
@@ -38,17 +39,18 @@ class LateSteps:
     def __init__(self, accelerator: Any, dataset: PackedDataset) -> None:
         ranks = DataRanks.of(accelerator)
         together = together_on(None if ranks.group is None else accelerator.torch_device_mesh["dp"])
-        self._num_partners = accelerator.num_processes // ranks.world_size
-        self._reduce = accelerator.reduce
-        self._device = accelerator.device
-        self._dataset = dataset
-        self._rank = ranks.rank
-        place = Place(ranks.rank, ranks.world_size)
         job = dataset.planner.job
         work = [job.max_tokens, fingerprint(job.lengths.tobytes()), fingerprint(job.costs.tobytes())]
         self._queues = WorkQueues(
-            place, f"trainer {work}", own_store(), together=together, microbatch_cost=job.microbatch_cost
+            Place(ranks.rank, ranks.world_size),
+            f"trainer {work}",
+            own_store(),
+            together=together,
+            microbatch_cost=job.microbatch_cost,
         )
+        self._accelerator = accelerator
+        self._ranks = ranks
+        self._dataset = dataset
         self._num_steps = 0
         self._microbatches: LateMicrobatches[list[Microbatch]] | None = None
 
@@ -67,13 +69,14 @@ class LateSteps:
         microbatches = pack_largest_first(late.shares, job.lengths, job.costs, job.max_tokens)
         estimates = self._queues.estimates.plan_with(0, self._num_steps)
         plan = Plan(
-            microbatches, job.lengths, job.costs, job.max_tokens, planner.policy.name, estimates.microbatch_cost
+            microbatches, job.lengths, job.costs, job.max_tokens, planner.options.policy, estimates.microbatch_cost
         )
-        mine = list(itertools.chain(*microbatches[self._rank]))
+        mine = list(itertools.chain(*microbatches[self._ranks.rank]))
         counts = np.zeros((2, late.samples.size), dtype=np.int64)
         counts[:, mine] = late.counts
-        summed: torch.Tensor = self._reduce(torch.from_numpy(counts).to(self._device), "sum")
-        made = _Made(self._dataset, late.samples, summed // self._num_partners)
+        accelerator = self._accelerator
+        summed: torch.Tensor = accelerator.reduce(torch.from_numpy(counts).to(accelerator.device), "sum")
+        made = _Made(self._dataset, late.samples, summed // self._ranks.num_partners(accelerator))
         rows = iter(bundle.microbatches)
         batches = iter([list(itertools.islice(rows, number)) for number in late.num_rows])
         planned = PlannedMinibatch(np.arange(late.samples.size), plan)

@@ -17,13 +17,12 @@ from odc.balance import CostModel
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.automatic import is_patching
 from odc.fsdp_patch.session import Session
-from odc.trainers.batches import Bundle, Microbatch, StepEnd, microbatches_of
-from odc.trainers.checks import check_sharded, configs_of
-from odc.trainers.loader import balanced_loader
-from odc.trainers.options import BalanceOptions, Tally
-from odc.trainers.prepared import DataRanks
-from odc.trainers.streamed import StreamedBatches, state_of, streamed_loader
-from odc.trainers.trainer import current
+from odc.trainers.accelerate import DataRanks
+from odc.trainers.batches import Bundle, Microbatch, StepEnd, Tally, microbatches_of
+from odc.trainers.models import check_uneven, configs_of
+from odc.trainers.options import BalanceOptions, launched
+from odc.trainers.planned import balanced_loader
+from odc.trainers.streamed import StreamedBatches, streamed_loader
 
 
 class Minibatches:
@@ -45,6 +44,8 @@ class Minibatches:
         self._loader = loader
         self._accumulation_steps = accumulation_steps
         self._tally = tally
+        batches = getattr(loader, "batch_sampler", None)
+        self._stream = batches if isinstance(batches, StreamedBatches) else None
         self._end: StepEnd | None = None
 
     def __len__(self) -> int:
@@ -66,7 +67,7 @@ class Minibatches:
             UnsupportedError: samples are balanced by a policy, or not at all.
         """
         batches = self._streamed()
-        return batches.state_dict() if self._end is None else state_of(self._end)
+        return batches.state_dict() if self._end is None else self._end.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See the class.
@@ -82,18 +83,16 @@ class Minibatches:
 
     def close(self) -> None:
         """End persistent workers and the connections of a stream. Idempotent."""
-        batches = getattr(self._loader, "batch_sampler", None)
-        if isinstance(batches, StreamedBatches):
-            batches.stream.close()
+        if self._stream is not None:
+            self._stream.stream.close()
 
     def _streamed(self) -> StreamedBatches:
-        batches = getattr(self._loader, "batch_sampler", None)
-        if not isinstance(batches, StreamedBatches):
+        if self._stream is None:
             raise UnsupportedError(
                 "only online balancing has a state: skip what is done with accelerator.skip_first_batches(loader, "
                 "steps * accumulation_steps), as without balancing"
             )
-        return batches
+        return self._stream
 
     def __iter__(self) -> Iterator[list[Microbatch]]:
         items: list[Any] = []
@@ -184,7 +183,7 @@ def minibatches(
             f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} of the Accelerator: it would "
             "divide the loss by that and step by counting batches; make it 1 and give accumulation_steps here"
         )
-    tally, launched = Tally(), current()
+    tally, chosen = Tally(), launched()
     if policy is not None or online:
         options = BalanceOptions.choose(
             policy,
@@ -194,9 +193,9 @@ def minibatches(
             microbatch_cost=microbatch_cost,
             pool_size=pool_size,
         )
-    elif launched is not None:
-        launched.used = True
-        options, tally = launched.options, launched.tally
+    elif chosen is not None:
+        chosen.used = True
+        options, tally = chosen.options, chosen.tally
     else:
         return Minibatches(loader, accumulation_steps, tally)
     if options.late_binding:
@@ -207,7 +206,7 @@ def minibatches(
         )
     ranks = DataRanks.of(accelerator)
     if not options.equal_counts and ranks.world_size > 1:
-        check_sharded(model, options.name)
+        check_uneven(model, options.name)
         if session is None and not is_patching():
             raise UnsupportedError(
                 f"balancing by {options.name!r} gives ranks different numbers of microbatches, which FSDP's "
@@ -217,14 +216,6 @@ def minibatches(
     for config in configs:
         if getattr(config, "use_cache", False):
             config.use_cache = False  # transformers looks for packed samples only where nothing is cached
-    shape: dict[str, Any] = {
-        "rank": ranks.rank,
-        "world_size": ranks.world_size,
-        "accumulation_steps": accumulation_steps,
-        "configs": configs,
-    }
-    if options.online:
-        balanced = streamed_loader(loader, options, group=ranks.group, **shape)
-    else:
-        balanced = balanced_loader(loader, options, **shape)
-    return Minibatches(balanced, accumulation_steps, tally)
+    make = streamed_loader if options.online else balanced_loader
+    made = make(loader, options, ranks, accumulation_steps=accumulation_steps, configs=configs)
+    return Minibatches(made, accumulation_steps, tally)

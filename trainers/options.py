@@ -1,23 +1,22 @@
-"""Options of balancing, and the facts about the model that balancing needs."""
+"""Options of balancing, the plans that follow from them, and what ``odc run`` has chosen for a whole process."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from odc.balance import CostModel, LinearCost, Plan, Policy, TransformerCost, get_policy
+from odc.balance import CostModel, Plan, get_policy
 from odc.balance.checks import IntArray
+from odc.balance.late_binding.steal_policy import largest_first
 from odc.balance.policies import LBMini
 from odc.balance.policies.base import Job
 from odc.errors import ConfigError
-from odc.trainers.batches import Bundle
-
-logger = logging.getLogger("odc")
+from odc.trainers.batches import Tally
+from odc.trainers.models import default_cost
 
 
 @dataclass(frozen=True)
@@ -126,77 +125,73 @@ class BalanceOptions:
             cost=self.cost or default_cost(config),
             microbatch_cost=self.microbatch_cost,
         )
-        return Planner(get_policy(self.policy), job)
-
-
-@dataclass
-class Tally:
-    """Counts of planned and trained samples and microbatches, for the log."""
-
-    minibatches: int = 0
-    num_run: int = 0
-    """Microbatches of this rank."""
-
-    fewest: int = 0
-    """Microbatches that were planned for this rank in a minibatch; and ``most``. (How many other ranks have is known to
-    these: a rank packs its own.)"""
-
-    most: int = 0
-    num_taken: int = 0
-    """Samples of other ranks that this one has run, bound late."""
-
-    num_streamed: int = 0
-    """Samples of all ranks in minibatches of a stream."""
-
-    def add_item(self, item: object) -> None:
-        """Of a loader: the first bundle of a step tells what was planned, the last one what was streamed."""
-        if not isinstance(item, Bundle):
-            return
-        self.num_run += len(item.microbatches)
-        if item.planned:
-            self.fewest = min(self.fewest or item.planned, item.planned)
-            self.most = max(self.most, item.planned)
-            self.minibatches += 1
-        if item.end is not None and item.end.num_samples:
-            self.minibatches += 1
-            self.num_streamed += item.end.num_samples
-
-    def __str__(self) -> str:
-        if not self.minibatches:
-            return "no minibatch was trained on"
-        if self.num_streamed:
-            return (
-                f"{self.minibatches} minibatches of {self.num_streamed / self.minibatches:.1f} samples on average; "
-                f"microbatches of this rank: {self.num_run}"
-            )
-        return (
-            f"{self.minibatches} minibatches planned; microbatches of this rank: {self.num_run}, {self.fewest} to "
-            f"{self.most} in a minibatch" + f"; {self.num_taken} samples taken from other ranks" * bool(self.num_taken)
-        )
+        return Planner(self, job)
 
 
 @dataclass(frozen=True, eq=False)
 class Planner:
     """Plans minibatches of one dataset; every rank gets the same plans without communication."""
 
-    policy: Policy
+    options: BalanceOptions
     job: Job
     """All samples of the dataset."""
 
+    @property
+    def binds_late(self) -> bool:
+        """Whether ranks take samples from slower ranks."""
+        return self.options.late_binding and self.job.world_size > 1
+
+    @property
+    def keeps_limit(self) -> bool:
+        """``max_tokens`` is the user's; else the longest sample, whatever it turns out to have."""
+        return self.options.max_tokens is not None
+
+    @property
+    def may_split(self) -> bool:
+        """A row that turns out too long may become two; not where ranks run equal numbers."""
+        return self.job.world_size == 1 or not self.options.equal_counts
+
     def plan(self, samples: Sequence[int] | IntArray) -> Plan:
         """Of one minibatch; its indices are positions in ``samples``, which may hold a sample twice."""
-        return self.policy.plan_job(self.job.of(samples))
+        plan = get_policy(self.options.policy).plan_job(self.job.of(samples))
+        return largest_first(plan) if self.binds_late else plan
 
-    def microbatches(self, samples: Sequence[int] | IntArray, rank: int) -> list[list[int]]:
-        """Those of one rank, as lists of samples: at least one, an empty one if need be."""
+    def microbatches(self, plan: Plan, samples: Sequence[int] | IntArray, rank: int) -> list[list[int]]:
+        """Those of one rank in the plan of ``samples``, as lists of samples: at least one, an empty one if need be."""
         indices = np.asarray(samples, dtype=np.int64)
-        return [indices[microbatch].tolist() for microbatch in self.plan(indices).microbatches[rank]] or [[]]
+        return [indices[microbatch].tolist() for microbatch in plan.microbatches[rank]] or [[]]
 
 
-def default_cost(config: object) -> CostModel:
-    """FLOPs of a model with this configuration; tokens where it is not understood."""
-    try:
-        return TransformerCost.from_config(config)
-    except ValueError as error:
-        logger.warning("odc: samples are balanced by their tokens, not by FLOPs: %s", error)
-        return LinearCost()
+# What ``odc run --balance`` has installed
+
+
+_launched: list[Launched] = []
+
+
+class Launched:
+    """The changes that :func:`install` made to this process; :meth:`close` undoes them.
+
+    Example:
+        >>> launched = install("lb-micro")
+        >>> launched.close()
+    """
+
+    def __init__(self, options: BalanceOptions, undo: Callable[[], None]) -> None:
+        self.options = options
+        self.used = False
+        """Whether anything was balanced."""
+
+        self.tally = Tally()
+        self._undo = undo
+        _launched.append(self)
+
+    def close(self) -> None:
+        """Leave everything as it was. Idempotent."""
+        if self in _launched:
+            _launched.remove(self)
+            self._undo()
+
+
+def launched() -> Launched | None:
+    """What was installed last in this process; None: nothing."""
+    return _launched[-1] if _launched else None

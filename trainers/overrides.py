@@ -12,47 +12,35 @@ import inspect
 import math
 import re
 from collections import defaultdict
-from types import TracebackType
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from odc.balance.data.collate import count_loss_tokens
-from odc.trainers.prepared import DataRanks
-
-_ABSENT = object()
 
 
-class Overrides:
-    """Attributes set on one object, not on its class; leaving the ``with`` block puts back what was there."""
+class Overrides(ExitStack):
+    """Attributes set on one object, not on its class. Leaving the ``with`` block, or ``close()``, puts back what was
+    there."""
 
     def __init__(self, target: Any) -> None:
+        super().__init__()
         self._target = target
-        self._before: dict[str, Any] = {}
 
-    def set(self, name: str, value: Any) -> None:
-        """Shadow ``name``. What takes the place of a method looks like it: callers inspect signatures."""
-        self._before.setdefault(name, vars(self._target).get(name, _ABSENT))
+    def replace(self, name: str, value: Any) -> Any:
+        """Shadow ``name``, and return what it was. What takes the place of a method looks like it: callers inspect
+        signatures."""
+        own = dict(vars(self._target))
         replaced = getattr(self._target, name, None)
         looks_alike = inspect.isroutine(replaced) and inspect.isroutine(value)
         setattr(self._target, name, _looking_like(replaced, value) if looks_alike else value)
-
-    def undo(self) -> None:
-        """Put everything back. Idempotent."""
-        while self._before:
-            name, value = self._before.popitem()
-            if value is _ABSENT:
-                delattr(self._target, name)
-            else:
-                setattr(self._target, name, value)
-
-    def __enter__(self) -> Overrides:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
+        if name in own:
+            self.callback(setattr, self._target, name, own[name])
+        else:
+            self.callback(delattr, self._target, name)
+        return replaced
 
 
 def _looking_like(original: Any, function: Any) -> Any:
@@ -63,6 +51,13 @@ def _looking_like(original: Any, function: Any) -> Any:
     return call
 
 
+def gather_by(gather: Callable[..., torch.Tensor], accelerator: Overrides) -> None:
+    """Until these overrides of an accelerator are closed it gathers by this function, and a sum is this rank's own."""
+    accelerator.replace("gather", gather)
+    accelerator.replace("gather_for_metrics", gather)
+    accelerator.replace("reduce", lambda tensor, *_, **__: tensor)
+
+
 _NUM_TOKENS = "num_tokens"  # a running total, not a mean
 
 
@@ -71,30 +66,23 @@ class RankMetrics:
 
     A logged metric is the mean over all loss tokens since the last log, and a minimum or maximum that of all. (TRL's is
     the mean over microbatches of their means, minima and maxima.)
+
+    Args:
+        trainer: of TRL, which keeps such metrics.
+        overrides: of the trainer, which logs what this sums up until they are closed.
+        num_partners: ranks that have the same microbatches.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, overrides: Overrides, num_partners: int) -> None:
         self._trainer = trainer
+        self._num_partners = num_partners
         self._compute_loss = trainer.compute_loss
-        self._log = trainer.log
-        self._names: set[str] = set()
-        """Of metrics that the loss of a microbatch gives; the trainer may have others."""
+        self._log = overrides.replace("log", self.log)
+        self._values: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+        """Of metrics that the loss of a microbatch gives (the trainer may have others), each with its loss tokens."""
 
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._extremes: dict[str, float] = {}
         self._weight = 0
         self._tokens_agreed: int = trainer._total_train_tokens
-        num_ranks = trainer.accelerator.num_processes
-        self._num_partners = num_ranks // DataRanks.of(trainer.accelerator).world_size
-        """Ranks that have the same microbatches."""
-
-    @classmethod
-    def enter(cls, overrides: Overrides, trainer: Any) -> None:
-        """Into a trainer that keeps such metrics; nothing where there are none."""
-        if hasattr(trainer, "_metrics") and hasattr(trainer, "_total_train_tokens"):
-            metrics = cls(trainer)
-            overrides.set("compute_loss", metrics.compute_loss)
-            overrides.set("log", metrics.log)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's own, with its gathers kept on this rank."""
@@ -108,19 +96,14 @@ class RankMetrics:
         metrics, tokens = trainer._metrics["train"], trainer._total_train_tokens
         before = {name: len(values) for name, values in metrics.items()}
         with Overrides(trainer.accelerator) as accelerator:
-            for name in ("gather", "gather_for_metrics"):
-                accelerator.set(name, self._of_partners)
-            accelerator.set("reduce", lambda tensor, *_, **__: tensor)
+            gather_by(self._of_partners, accelerator)
             result = self._compute_loss(model, inputs, *args, **kwargs)
         for name, values in metrics.items():
             if name == _NUM_TOKENS or len(values) <= before.get(name, 0):
                 continue
-            self._names.add(name)
-            value = values.pop()
-            if not weight or math.isnan(value):
-                continue
-            self._sums[name] += value * weight
-            self._extremes[name] = _sharper(name, value, self._extremes.get(name, value))
+            value, known = values.pop(), self._values[name]
+            if weight and not math.isnan(value):
+                known.append((value, weight))
         self._weight += weight
         if not weight:
             trainer._total_train_tokens = tokens
@@ -138,8 +121,9 @@ class RankMetrics:
 
     def _share(self) -> None:
         trainer, metrics = self._trainer, self._trainer._metrics["train"]
-        names = sorted(self._names)
-        mine = [trainer._total_train_tokens - self._tokens_agreed, self._weight, *(self._sums[n] for n in names)]
+        names = sorted(self._values)
+        own = [sum(value * weight for value, weight in self._values[name]) for name in names]
+        mine = [trainer._total_train_tokens - self._tokens_agreed, self._weight, *own]
         device = trainer.args.device
         total = torch.tensor(mine, dtype=torch.float64, device=device)
         tokens, weight, *sums = trainer.accelerator.reduce(total, "sum").tolist()
@@ -150,15 +134,13 @@ class RankMetrics:
         for name, value in zip(names, sums, strict=True):
             metrics[name] = [value / weight if weight else 0.0]
         if sharp := [name for name in names if _sign(name)]:
-            # As sums of one number for each rank.
-            rows = torch.zeros(len(sharp), trainer.accelerator.num_processes, dtype=torch.float64, device=device)
-            own = [self._extremes.get(name, math.nan) for name in sharp]
-            rows[:, trainer.accelerator.process_index] = torch.tensor(own, dtype=torch.float64, device=device)
-            for name, row in zip(sharp, trainer.accelerator.reduce(rows, "sum").tolist(), strict=True):
-                found = [value for value in row if not math.isnan(value)]
-                metrics[name] = [_sign(name) * max(_sign(name) * value for value in found)] if found else []
-        self._sums.clear()
-        self._extremes.clear()
+            extremes = [[_extreme(name, [value for value, _ in self._values[name]]) for name in sharp]]
+            of_ranks = trainer.accelerator.gather(torch.tensor(extremes, dtype=torch.float64, device=device))
+            for name, values in zip(sharp, of_ranks.T.tolist(), strict=True):
+                found = [value for value in values if not math.isnan(value)]
+                metrics[name] = [_extreme(name, found)] if found else []
+        for known in self._values.values():
+            known.clear()
         self._weight = 0
 
 
@@ -168,5 +150,6 @@ def _sign(name: str) -> int:
     return ("max" in words) - ("min" in words)
 
 
-def _sharper(name: str, value: float, other: float) -> float:
-    return max(value, other) if _sign(name) >= 0 else min(value, other)
+def _extreme(name: str, values: list[float]) -> float:
+    """The maximum or minimum; nan: there are no values."""
+    return _sign(name) * max((_sign(name) * value for value in values), default=math.nan)

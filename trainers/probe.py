@@ -2,7 +2,7 @@
 
 Two tiny samples go through the model, packed as in training and each alone as the user's collator returns it. Logits
 are compared as in :mod:`odc.balance.data.probe`, and also losses. (Rotary scaling by the longest sample of a row and
-attention in chunks are refused by configuration, :func:`odc.trainers.checks.check_rows`.)
+attention in chunks are refused by configuration, :func:`odc.trainers.models.check_rows`.)
 
 A trainer may override ``compute_loss``. In the same way the probe measures whether the loss is a sum over tokens
 divided by ``num_items_in_batch`` (including terms that exist only with ``model.training``), and whether
@@ -15,6 +15,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,37 +25,21 @@ from torch import nn
 from odc.balance.data import probe
 from odc.balance.data.collate import IGNORED, concatenate
 from odc.balance.data.probe import Identity, Probe, ProbeSamples, Sample
-from odc.errors import OdcError
+from odc.errors import OdcError, UnsupportedError
 from odc.fsdp_patch.fsdp2_extension import num_collectives
+from odc.trainers.accelerate import DataRanks
 from odc.trainers.batches import Microbatch
-from odc.trainers.checks import refusal
-from odc.trainers.overrides import Overrides
-from odc.trainers.prepared import DataRanks
+from odc.trainers.overrides import Overrides, gather_by
 
 _NUM_ITEMS = 8.0
 _OF_OTHER_THINGS = (OdcError, dist.DistError, torch.OutOfMemoryError)
 """Errors that say nothing about packing."""
-INSTEAD = "Train it without balancing, on padded batches: `odc run` alone does not change its loss"
+_INSTEAD = "Train it without balancing, on padded batches: `odc run` alone does not change its loss"
 
 
-@contextmanager
-def aside(trainer: Any, model: nn.Module) -> Iterator[None]:
-    """In the block ``model`` and ``trainer.compute_loss`` can be called as in an evaluation.
-
-    Behind it TRL's and ms-swift's metrics, too, are what they were.
-    """
-    with (
-        probe.aside(model, trainer.args.device),
-        Overrides(trainer) as of_trainer,
-        Overrides(trainer.accelerator) as of_accelerator,
-    ):
-        for name in {"_metrics", "_total_train_tokens", "custom_metrics"} & vars(trainer).keys():
-            of_trainer.set(name, copy.deepcopy(vars(trainer)[name]))
-        if hasattr(trainer, "_metrics"):
-            for name in ("gather", "gather_for_metrics"):
-                of_accelerator.set(name, lambda input_data, *_, **__: input_data)
-            of_accelerator.set("reduce", lambda tensor, *_, **__: tensor)
-        yield
+def refusal(trainer: Any, problem: str) -> UnsupportedError:
+    """The error that says why a trainer is not balanced."""
+    return UnsupportedError(f"balanced minibatches cannot be had in this {type(trainer).__name__}: {problem}")
 
 
 def check_packing(
@@ -72,35 +57,55 @@ def check_packing(
     Raises:
         UnsupportedError: the model's name and what was measured, or why it could not be.
     """
-    further = {name: column[0] for name, column in example.items() if name != "position_ids"}
-    with aside(trainer, model), trainer.compute_loss_context_manager():
-        refuse_packing(trainer, identity, lambda: _problem(trainer, model, identity, further, equal_counts))
+    further = {name: column[0] for name, column in example.items()}
+    with trainer.compute_loss_context_manager():
+        refuse_packing(trainer, model, identity, partial(_problem, trainer, model, identity, further, equal_counts))
 
 
-def refuse_packing(trainer: Any, identity: Identity, problem_of: Callable[[], str | None]) -> None:
-    """Refuse a model for what ``problem_of`` finds, or because that could not be found out.
+def refuse_packing(trainer: Any, model: nn.Module, identity: Identity, problem_of: Callable[[], str | None]) -> None:
+    """Refuse a model for what ``problem_of`` finds, or because that could not be found out. It may call ``model`` and
+    ``trainer.compute_loss`` as in an evaluation: afterwards both are what they were.
 
     Raises:
         UnsupportedError: the model's name and what was measured, or why it could not be.
     """
     try:
-        problem = problem_of()
+        with _aside(trainer, model):
+            problem = problem_of()
     except _OF_OTHER_THINGS:
         raise
     except Exception as error:
         raise refusal(
             trainer,
             f"whether {identity.name} tells packed samples apart could not be measured: its forward on two samples of "
-            f"4 and 5 tokens raised {type(error).__name__}: {error}. {INSTEAD}",
+            f"4 and 5 tokens raised {type(error).__name__}: {error}. {_INSTEAD}",
         ) from error
     if problem is not None:
-        raise refusal(trainer, f"{problem}. {INSTEAD}")
+        raise refusal(trainer, f"{problem}. {_INSTEAD}")
+
+
+@contextmanager
+def _aside(trainer: Any, model: nn.Module) -> Iterator[None]:
+    """In the block ``model`` and ``trainer.compute_loss`` can be called as in an evaluation. Behind it TRL's and
+    ms-swift's metrics, too, are what they were."""
+    with (
+        probe.aside(model, trainer.args.device),
+        Overrides(trainer) as of_trainer,
+        Overrides(trainer.accelerator) as of_accelerator,
+    ):
+        for name in {"_metrics", "_total_train_tokens", "custom_metrics"} & vars(trainer).keys():
+            of_trainer.replace(name, copy.deepcopy(vars(trainer)[name]))
+        if hasattr(trainer, "_metrics"):
+            gather_by(lambda input_data, *_, **__: input_data, of_accelerator)
+        yield
 
 
 def _problem(trainer: Any, model: nn.Module, identity: Identity, further: Sample, equal_counts: bool) -> str | None:
     from transformers import Trainer
 
-    options = {"use_cache": False} if _is_trls(trainer) else {}
+    trl: Any = sys.modules.get("trl")
+    is_trls = trl is not None and isinstance(trainer, trl.SFTTrainer)
+    options = {"use_cache": False} if is_trls else {}  # TRL switches it off in every call, not in the configuration
 
     def forward(batch: Microbatch) -> Any:
         inputs = {k: v for k, v in batch.items() if k not in ("labels", "cu_seqlens")}
@@ -168,12 +173,3 @@ def _loss_problem(
             "next tokens; and the loss must be a sum over tokens"
         )
     return None
-
-
-def _is_trls(trainer: Any) -> bool:
-    """TRL switches the cache off in every call, and not in the configuration."""
-    if "trl" not in sys.modules:
-        return False
-    from trl import SFTTrainer
-
-    return isinstance(trainer, SFTTrainer)

@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from odc.balance import EqualMinibatches, Grouping, Order, StreamLoader
-from odc.balance.data.collate import IGNORED
 from odc.balance.data.from_torch import read_options_of
-from odc.errors import ConfigError, UnsupportedError
-from odc.trainers.batches import Bundle, Microbatch, StepEnd, cut
-from odc.trainers.checks import check_rows
-from odc.trainers.options import BalanceOptions, default_cost
-from odc.trainers.packing import Collate, check_batches, collate_alone, pack, random_states_kept
-from odc.trainers.prepared import AgreedOrder, batch_size_of, check_loader, device_of, own_part
+from odc.balance.data.reader import as_it_is
+from odc.errors import ConfigError
+from odc.trainers.accelerate import AgreedOrder, DataRanks, PreparedLoader, random_states_kept
+from odc.trainers.batches import Bundle, Microbatch, StepEnd, cut, microbatches_of
+from odc.trainers.models import check_rows, default_cost
+from odc.trainers.options import BalanceOptions
+from odc.trainers.packing import Collate, check_batches, check_sample, collate_alone, num_first_labels, pack
 
+logger = logging.getLogger("odc")
 _LEAST_POOL, _POOLED_MINIBATCHES = 256, 16
 
 
@@ -39,7 +39,7 @@ class StreamedBatches:
     :meth:`load_state_dict`) are empty placeholders, for a library that skips them.
 
     Args:
-        stream: whose batches are packed rows, each with the number of first labels (:class:`Packer`).
+        stream: whose batches are bundles of one packed row (:class:`Packer`).
         accumulation_steps: bundles per step.
         batch_size: samples of a rank in a bundle on average, for libraries that look at it.
         num_steps: optimizer steps of an epoch, for a stream without an end.
@@ -49,7 +49,7 @@ class StreamedBatches:
 
     def __init__(
         self,
-        stream: StreamLoader[Microbatch, Packed],
+        stream: StreamLoader[Microbatch, Bundle],
         packer: Packer,
         accumulation_steps: int,
         batch_size: int,
@@ -92,8 +92,11 @@ class StreamedBatches:
             return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Before the first step of an iteration; behind a step, :func:`state_of` it."""
-        return {"step": self._resumed.get(self.stream.epoch, 0), "stream": self.stream.state_dict()}
+        """Before the first step of an iteration; behind a step, that of its end."""
+        return self._state(self._resumed.get(self.stream.epoch, 0))
+
+    def _state(self, num_done: int) -> dict[str, Any]:
+        return {"step": num_done, "stream": self.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind a step. The next iteration of its epoch begins with placeholders for what is done.
@@ -116,27 +119,21 @@ class StreamedBatches:
                 return
             num_done += 1
             rows = list(minibatch.microbatches) or [self._packer([])]
-            end = StepEnd(num_done, minibatch.num_samples, self.stream.state_dict())
-            for index, mine in enumerate(cut(rows, self._accumulation_steps)):
-                is_last = index == self._accumulation_steps - 1
-                num_first_labels = sum(packed.num_first_labels for packed in mine)
-                yield Bundle([packed.row for packed in mine], num_first_labels, end=end if is_last else None)
-
-
-def state_of(end: StepEnd) -> dict[str, Any]:
-    """What :meth:`StreamedBatches.load_state_dict` needs to go on behind a step; for JSON."""
-    return {"step": end.step, "stream": end.state}
+            bundles = [
+                Bundle(microbatches_of(mine), sum(row.num_first_labels for row in mine))
+                for mine in cut(rows, self._accumulation_steps)
+            ]
+            bundles[-1].end = StepEnd(minibatch.num_samples, self._state(num_done))
+            yield from bundles
 
 
 def streamed_loader(
     loader: Any,
     options: BalanceOptions,
+    ranks: DataRanks,
     *,
-    rank: int,
-    world_size: int,
     accumulation_steps: int,
     configs: Sequence[object] = (),
-    group: dist.ProcessGroup | None = None,
     num_steps: int | None = None,
     timeout_s: float = 1800.0,
 ) -> Any:
@@ -149,7 +146,7 @@ def streamed_loader(
 
     Args:
         options: with ``online``.
-        configs: see :func:`~odc.trainers.checks.configs_of`.
+        configs: see :func:`~odc.trainers.models.configs_of`.
         num_steps: optimizer steps of an iterable dataset, which begins anew as often as need be; None: as many as it
             gives once.
         timeout_s: most seconds to wait for a rank that does not come for its next step.
@@ -161,15 +158,14 @@ def streamed_loader(
     from accelerate.data_loader import DataLoaderShard
 
     assert options.max_tokens is not None  # checked by the options
-    check_loader(loader, world_size)
-    batch_size = batch_size_of(loader, world_size)
-    is_iterable = isinstance(loader.dataset, IterableDataset)
-    if is_iterable:
-        dataset, iterable_yields = own_part(loader, rank, world_size)
+    rank, world_size, group = ranks
+    given = PreparedLoader(loader, world_size)
+    minibatch_size = given.batch_size * accumulation_steps
+    if given.is_iterable:
+        dataset, iterable_yields = given.own_part(rank)
         order = Order(infinite=num_steps is not None, iterable_yields=iterable_yields)
     else:
-        dataset, order = loader.dataset, Order(sampler=AgreedOrder(loader, rank))
-    minibatch_size = batch_size * accumulation_steps
+        dataset, order = loader.dataset, Order(sampler=AgreedOrder(given, rank))
     if options.pool_size is not None and options.pool_size < 4 * minibatch_size:
         raise ConfigError(
             f"pool_size={options.pool_size} with {minibatch_size} samples of a rank in a step (batch size x "
@@ -177,7 +173,7 @@ def streamed_loader(
             "trained on"
         )
     packer = Packer()
-    stream: StreamLoader[Microbatch, Packed] = StreamLoader(
+    stream: StreamLoader[Microbatch, Bundle] = StreamLoader(
         dataset,
         packer,
         rank,
@@ -200,13 +196,13 @@ def streamed_loader(
         group=group,
         read=read_options_of(loader),
     )
-    batches = StreamedBatches(stream, packer, accumulation_steps, batch_size, num_steps if is_iterable else None)
+    limit = num_steps if given.is_iterable else None
     return DataLoaderShard(
-        _AsGiven(None if is_iterable else len(loader.dataset)),
-        batch_sampler=batches,
-        collate_fn=_as_it_is,
+        _AsGiven(None if given.is_iterable else len(loader.dataset)),
+        batch_sampler=StreamedBatches(stream, packer, accumulation_steps, given.batch_size, limit),
+        collate_fn=as_it_is,
         pin_memory=loader.pin_memory,
-        device=device_of(loader),
+        device=given.device,
         _drop_last=False,
         _non_blocking=loader._non_blocking,
     )
@@ -229,37 +225,20 @@ class _AsGiven(Dataset[Bundle]):
         return self._num_samples
 
 
-def _as_it_is(bundle: Bundle) -> Bundle:
-    return bundle
-
-
-class Packed:
-    """A packed row."""
-
-    def __init__(self, row: Microbatch, num_first_labels: int) -> None:
-        self.row = row
-        self.num_first_labels = num_first_labels
-        """See :class:`~odc.trainers.batches.Bundle`."""
-
-
 class Packer:
-    """Packs what :class:`_Collated` made; of nothing, a row without loss and with the columns of the others."""
+    """Packs what :class:`_Collated` made into a bundle of one row; of nothing, one without loss and with the columns of
+    the others."""
 
     def __init__(self) -> None:
         self.example: Microbatch = {}
 
-    def __call__(self, samples: list[Microbatch]) -> Packed:
+    def __call__(self, samples: list[Microbatch]) -> Bundle:
         kept = [sample for sample in samples if sample["input_ids"].shape[1]]
         if kept and not self.example:
             self.example = kept[0]
         for sample in kept:
-            if sample.keys() != self.example.keys():
-                raise UnsupportedError(
-                    f"data_collator gives the columns {sorted(sample)} for a sample and {sorted(self.example)} for "
-                    "another; packed samples need the same ones"
-                )
-        num_first_labels = sum(int((sample["labels"][:, :1] != IGNORED).sum()) for sample in samples)
-        return Packed(pack(kept, self.example), num_first_labels)
+            check_sample("a sample", sample, self.example)
+        return Bundle([pack(kept, self.example)], num_first_labels(samples))
 
 
 class _Collated:
@@ -274,14 +253,9 @@ class _Collated:
 
     def __call__(self, sample: Any) -> Microbatch:
         alone = collate_alone(self._collate, sample)
-        num_tokens = alone["input_ids"].shape[1]
-        if self._context is not None and num_tokens > self._context:
-            raise UnsupportedError(
-                f"a sample has {num_tokens} tokens after data_collator, and beyond {self._context} the model's rotary "
-                "frequencies depend on the longest sample of a row; filter the dataset"
-            )
+        check_sample("a sample", alone, {}, self._context)
         if not self._is_checked:
-            self._check(sample, num_tokens)
+            self._check(sample, alone["input_ids"].shape[1])
         return alone
 
     def _check(self, sample: Any, num_tokens: int) -> None:
@@ -300,8 +274,6 @@ def _num_tokens(sample: Microbatch) -> int:
 # In checkpoints
 
 
-logger = logging.getLogger("odc")
-
 _AGAIN = (
     "samples are read again from the beginning of the epoch, and those of the steps that are done are skipped. To "
     "begin the data anew instead: ignore_data_skip=True"
@@ -312,7 +284,7 @@ def save_stream(trainer: Any, folder: Path, end: StepEnd) -> None:
     """Into a checkpoint, which holds the step that the trainer is in as done."""
     path = _path(folder, trainer.accelerator.process_index)
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(state_of(end)))
+    unfinished.write_text(json.dumps(end.state))
     os.replace(unfinished, path)
 
 

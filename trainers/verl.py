@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from odc.balance.rearrange.exchange import Meeting
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.patching import patch_fsdp
 from odc.fsdp_patch.session import Session
-from odc.trainers.options import BalanceOptions, default_cost
+from odc.trainers.models import default_cost
+from odc.trainers.options import BalanceOptions
 from odc.trainers.overrides import Overrides
 
 __all__ = ["BalancedEngine", "Installed", "balance", "install"]
@@ -72,9 +74,7 @@ def balance(
         policy, online=False, max_tokens=max_tokens, cost=cost, microbatch_cost=microbatch_cost
     )
     engine = _engine_of(target)
-    given = vars(engine).get(_MARK)
-    if given is not None:
-        given.close()
+    _give_back(engine)
     check_engine(engine)
     return BalancedEngine(engine, options, patch_fsdp(engine.module, **patch_options))
 
@@ -99,28 +99,26 @@ class BalancedEngine:
         self._group: dist.ProcessGroup | None = None
         self._options = options
         self._cost = options.cost or default_cost(engine.model_config.hf_config)
-        self._forward_backward_batch = engine.forward_backward_batch
-        self._to = engine.to
-        self._globals = globals_of_loop(engine)
-        self._overrides = Overrides(engine)
-        self._overrides.set(_MARK, self)
-        self._overrides.set("forward_backward_batch", self.forward_backward_batch)
-        self._overrides.set("to", self.to)
+        self._module = module_of_loop(engine)
+        self._overrides = overrides = Overrides(engine)
+        overrides.replace(_MARK, self)
+        self._forward_backward_batch = overrides.replace("forward_backward_batch", self.forward_backward_batch)
+        self._to = overrides.replace("to", self.to)
         for name in _READS_THE_MODEL:
-            self._overrides.set(name, self._in_place(getattr(engine, name)))
+            overrides.replace(name, self._in_place(getattr(engine, name)))
         if engine.model_config.lora_rank > 0:
-            self._overrides.set("get_per_tensor_param", self.adapters)
+            overrides.replace("get_per_tensor_param", self.adapters)
 
     def close(self) -> None:
         """Give the engine back to verl and plain FSDP. Idempotent."""
-        self._overrides.undo()
+        self._overrides.close()
         self.session.close()
 
     def __enter__(self) -> BalancedEngine:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._overrides.undo()
+        self._overrides.close()
         self.session.__exit__(kind, error, trace)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
@@ -142,27 +140,19 @@ class BalancedEngine:
         """A minibatch: when this returns, its gradients are final on all ranks."""
         if forward_only:
             return self._forward_backward_batch(data, loss_function, forward_only=True)
-        with self.session.minibatch(), self._replaced(_PREPARE, self._prepared):
+        with self.session.minibatch(), Overrides(self._module) as module:
+            module.replace(_PREPARE, self._prepared)
             check_minibatch(data, loss_function)
             output = self._forward_backward_batch(data, loss_function)
             output["metrics"] = self._merged(output["metrics"])
         return output
 
-    @contextmanager
-    def _replaced(self, name: str, function: Callable[..., Any]) -> Iterator[None]:
-        """A function that the engine calls, for a while."""
-        original = self._globals[name]
-        self._globals[name] = function
-        try:
-            yield
-        finally:
-            self._globals[name] = original
-
     def _in_place(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """``method``, without moving the model to its GPU first: it is there, and torch cannot move a patched one."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._replaced(_LOAD, lambda module: None):
+            with Overrides(self._module) as module:
+                module.replace(_LOAD, lambda model: None)
                 return method(*args, **kwargs)
 
         return call
@@ -252,22 +242,26 @@ class Installed:
 
         names = {"max_tokens", "cost", "microbatch_cost"} & set(options)
         BalanceOptions.choose(policy, online=False, **{name: options[name] for name in names})
-        original = FSDPEngine.initialize
 
         def initialize(engine: Any) -> None:
-            given = vars(engine).get(_MARK)
-            if given is not None:
-                given.close()
+            _give_back(engine)
             original(engine)
             if not engine.engine_config.forward_only:
                 balance(engine, policy, **options)
 
         self._overrides = Overrides(FSDPEngine)
-        self._overrides.set("initialize", initialize)
+        original = self._overrides.replace("initialize", initialize)
 
     def close(self) -> None:
         """Leave the class as it was. Idempotent."""
-        self._overrides.undo()
+        self._overrides.close()
+
+
+def _give_back(engine: Any) -> None:
+    """By what balanced it before."""
+    given = vars(engine).get(_MARK)
+    if given is not None:
+        given.close()
 
 
 def _engine_of(target: Any) -> Any:
@@ -298,11 +292,11 @@ def check_engine(engine: Any) -> None:
             "param_offload=True moves parameters between steps, while other ranks read them: set param_offload=False "
             "(optimizer_offload may stay)"
         )
-    globals_of_loop(engine)
+    module_of_loop(engine)
 
 
-def globals_of_loop(engine: Any) -> dict[str, Any]:
-    """Of the module that has the engine's loop over microbatches.
+def module_of_loop(engine: Any) -> ModuleType:
+    """That which has the engine's loop over microbatches.
 
     Raises:
         UnsupportedError: the loop does not prepare its microbatches as that of verl 0.9.
@@ -314,7 +308,7 @@ def globals_of_loop(engine: Any) -> dict[str, Any]:
             and _PREPARE in loop.__code__.co_names
             and {_PREPARE, _LOAD} <= set(loop.__globals__)
         ):
-            return loop.__globals__
+            return sys.modules[loop.__module__]
     raise UnsupportedError(
         f"{type(engine).__name__}.forward_backward_batch of this version of verl does not call {_PREPARE}, by which "
         "balanced microbatches come in; tested with verl 0.9.1"

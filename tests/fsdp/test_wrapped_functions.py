@@ -219,8 +219,8 @@ def test_replaced_methods_of_an_object_look_like_the_original_and_take_keywords(
     accelerator = Accelerator()
     original = accelerator.gather_for_metrics
     with Overrides(accelerator) as overrides:
-        overrides.set("gather_for_metrics", lambda input_data, *_, **__: input_data)
-        overrides.set("number", 7)
+        overrides.replace("gather_for_metrics", lambda input_data, *_, **__: input_data)
+        overrides.replace("number", 7)
         assert accelerator.gather_for_metrics(use_gather_object=True, input_data=3) == 3
         assert inspect.signature(accelerator.gather_for_metrics) == inspect.signature(original)
         assert accelerator.gather_for_metrics.__doc__ == original.__doc__

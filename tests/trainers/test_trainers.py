@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +27,12 @@ from transformers import Trainer, set_seed
 from odc.balance import LinearCost, count_loss_tokens, policy_names
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, balance, install, minibatches
-from odc.trainers.batches import BalancedBatches, Bundle, counted_batches_of, cut, microbatches_of
-from odc.trainers.loader import balanced_loader, sample_lengths
-from odc.trainers.options import Planner, Tally
+from odc.trainers.accelerate import DataRanks
+from odc.trainers.batches import Bundle, Tally, counted_batches_of, cut, microbatches_of
+from odc.trainers.options import Planner
 from odc.trainers.overrides import Overrides
 from odc.trainers.packing import collate_alone, pack
-from odc.trainers.prepared import DataRanks
+from odc.trainers.planned import BalancedBatches, balanced_loader, sample_lengths
 
 # Bundles
 
@@ -93,7 +94,7 @@ def test_padding_of_a_single_sample_is_taken_off() -> None:
 
     sample = {"input_ids": [5, 6, 7]}
     assert collate_alone(pad_to_8, sample)["input_ids"].tolist() == [[5, 6, 7]]
-    assert collate_alone(pad_to_8, sample)["position_ids"].tolist() == [[0, 1, 2]]
+    assert pack([collate_alone(pad_to_8, sample)])["position_ids"].tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -148,11 +149,14 @@ def batches_of(
     if size is None:
         inner.batch_size = None  # of different sizes, as far as accelerate knows
 
-    def shard_of(batches: Any, of_rank: int) -> Any:
-        return BatchSamplerShard(batches, world_size, of_rank, even_batches=even, split_batches=split)
+    dealt_out = {"even_batches": even, "split_batches": split}
+    plain = [list(map(list, BatchSamplerShard(inner, world_size, rank, **dealt_out))) for rank in range(world_size)]
+    return BalancedBatches(inner, world_size, 4, **dealt_out), plain
 
-    plain = [list(map(list, shard_of(inner, rank))) for rank in range(world_size)]
-    return BalancedBatches(inner, shard_of, world_size, 4, split_batches=split), plain
+
+def planned(planner: Planner, step: Sequence[int], rank: int) -> list[list[int]]:
+    """A rank's microbatches of these samples."""
+    return planner.microbatches(planner.plan(step), step, rank)
 
 
 def planner_of(count: int, world_size: int, policy: str = "lb-mini", **options: Any) -> Planner:
@@ -186,12 +190,12 @@ def test_each_step_has_the_samples_it_would_have_had(count: int, world_size: int
 def test_ranks_share_a_step_and_each_has_something_to_run(policy: str, world_size: int) -> None:
     planner = planner_of(48, world_size, policy)
     for step in ([*range(20), 3], [7]):
-        ranks = [planner.microbatches(step, rank) for rank in range(world_size)]
+        ranks = [planned(planner, step, rank) for rank in range(world_size)]
         assert Counter(s for mine in ranks for m in mine for s in m) == Counter(step)
         assert all(ranks)
 
 
-def test_the_start_of_an_epoch_asks_the_library_for_its_end_only() -> None:
+def test_the_start_of_an_epoch_asks_the_library_for_its_end_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank deals out for all ranks: over whole epochs that would be ranks times batches."""
     world_size, num_drawn = 64, 0
     inner = BatchSampler(SequentialSampler(range(40_003)), 2, drop_last=False)
@@ -202,7 +206,8 @@ def test_the_start_of_an_epoch_asks_the_library_for_its_end_only() -> None:
             num_drawn += len(self.batch_sampler)
             return super().__iter__()
 
-    ours = BalancedBatches(inner, lambda batches, rank: Counting(batches, world_size, rank), world_size, 4)
+    monkeypatch.setattr(accelerate.data_loader, "BatchSamplerShard", Counting)
+    ours = BalancedBatches(inner, world_size, 4)
     samples, starts = ours.rounds()
     assert (len(starts) - 1, len(samples)) == (313, 313 * 64 * 2)
     assert num_drawn < world_size * 2 * world_size
@@ -210,7 +215,7 @@ def test_the_start_of_an_epoch_asks_the_library_for_its_end_only() -> None:
 
 def test_skipped_steps_are_not_planned() -> None:
     accelerator, loader = prepared(DataLoader(samples(400), 2, collate_fn=pad))
-    ours = balanced_loader(loader, BalanceOptions(), rank=0, world_size=1, accumulation_steps=4)
+    ours = balanced_loader(loader, BalanceOptions(), DataRanks(0, 1), accumulation_steps=4)
     num_planned = 0
     original = Planner.plan
 
@@ -230,7 +235,7 @@ def test_ranks_get_different_numbers_of_microbatches_under_lb_mini_and_equal_one
     steps = [range(24 * i, 24 * i + 24) for i in range(4)]
     for policy in ("lb-mini", "lb-micro"):
         planner = planner_of(96, 3, policy)
-        counts = [[len(planner.microbatches(step, rank)) for step in steps] for rank in range(3)]
+        counts = [[len(planned(planner, step, rank)) for step in steps] for rank in range(3)]
         for mine in counts:
             tally = Tally()
             for count in mine:
@@ -245,7 +250,7 @@ def test_ranks_get_different_numbers_of_microbatches_under_lb_mini_and_equal_one
 
 def test_the_next_step_is_planned_in_a_thread_while_one_is_trained_on() -> None:
     _, loader = prepared(DataLoader(samples(400), 2, collate_fn=pad))
-    ours = balanced_loader(loader, BalanceOptions(), rank=0, world_size=1, accumulation_steps=4)
+    ours = balanced_loader(loader, BalanceOptions(), DataRanks(0, 1), accumulation_steps=4)
     planners: list[str] = []
     original = Planner.plan
 
@@ -263,7 +268,7 @@ def test_the_next_step_is_planned_in_a_thread_while_one_is_trained_on() -> None:
 def test_a_microbatch_keeps_the_token_limit_and_a_longer_sample_is_refused() -> None:
     lengths = [len(sample["input_ids"]) for sample in samples(37)]
     planner = planner_of(37, 2, max_tokens=50)
-    for microbatch in [*planner.microbatches(range(37), 0), *planner.microbatches(range(37), 1)]:
+    for microbatch in [*planned(planner, range(37), 0), *planned(planner, range(37), 1)]:
         assert sum(lengths[s] for s in microbatch) <= 50
     with pytest.raises(ConfigError, match=f"longest sample has {max(lengths)} tokens"):
         planner_of(37, 2, max_tokens=20)
@@ -287,7 +292,7 @@ def prepared(loader: Any, **options: Any) -> tuple[Accelerator, Any]:
 def test_a_balanced_loader_has_the_length_workers_and_epochs_of_the_loader() -> None:
     _, loader = prepared(DataLoader(samples(20), 2, shuffle=True, collate_fn=pad, num_workers=2))
     ours = balanced_loader(
-        loader, BalanceOptions(max_tokens=64), rank=0, world_size=1, accumulation_steps=4, configs=[model().config]
+        loader, BalanceOptions(max_tokens=64), DataRanks(0, 1), accumulation_steps=4, configs=[model().config]
     )
     assert len(ours) == len(loader) == 10
     assert ours.num_workers == 2
@@ -325,8 +330,7 @@ class OwnShards:
 
 def test_batches_of_a_sampler_that_knows_its_rank_are_those_of_all_ranks() -> None:
     loader = DataLoader(samples(18), batch_sampler=OwnShards(2), collate_fn=pad)
-    balanced = {"world_size": 2, "accumulation_steps": 2}
-    ranks = [balanced_loader(loader, BalanceOptions(), rank=rank, **balanced) for rank in (0, 1)]
+    ranks = [balanced_loader(loader, BalanceOptions(), DataRanks(rank, 2), accumulation_steps=2) for rank in (0, 1)]
     for epoch in range(2):
         for ours in ranks:
             ours.set_epoch(epoch)
@@ -336,7 +340,7 @@ def test_batches_of_a_sampler_that_knows_its_rank_are_those_of_all_ranks() -> No
         assert all(mine == theirs for mine, theirs in steps)
         assert [sorted(steps[part][0]) for part in (0, 2, 4)] == [sorted(drawn[a : a + 8]) for a in (0, 8, 16)]
     with pytest.raises(UnsupportedError, match="deals out batches to 2 ranks, and 4 have samples of their own"):
-        balanced_loader(loader, BalanceOptions(), rank=0, world_size=4, accumulation_steps=2)
+        balanced_loader(loader, BalanceOptions(), DataRanks(0, 4), accumulation_steps=2)
 
 
 def test_loaders_that_cannot_be_balanced_are_refused_by_name() -> None:
@@ -344,18 +348,19 @@ def test_loaders_that_cannot_be_balanced_are_refused_by_name() -> None:
         def __iter__(self) -> Any:
             return iter(samples(4))
 
-    where: dict[str, Any] = {"rank": 0, "accumulation_steps": 1}
     _, loader = prepared(DataLoader(Stream(), 2, collate_fn=pad))
     with pytest.raises(UnsupportedError, match="Stream: an iterable dataset"):
-        balanced_loader(loader, BalanceOptions(), world_size=1, **where)
+        balanced_loader(loader, BalanceOptions(), DataRanks(0, 1), accumulation_steps=1)
     _, loader = prepared(DataLoader(samples(4), 2, collate_fn=pad))
     with pytest.raises(UnsupportedError, match="is not dealt out to ranks by accelerate"):
-        balanced_loader(loader, BalanceOptions(), world_size=2, **where)
+        balanced_loader(loader, BalanceOptions(), DataRanks(0, 2), accumulation_steps=1)
     with pytest.raises(UnsupportedError, match="the training loader is a DataLoader"):
-        balanced_loader(DataLoader(samples(4), 2, collate_fn=pad), BalanceOptions(), world_size=1, **where)
+        balanced_loader(
+            DataLoader(samples(4), 2, collate_fn=pad), BalanceOptions(), DataRanks(0, 1), accumulation_steps=1
+        )
     dispatcher = accelerate.data_loader.DataLoaderDispatcher(samples(4), batch_size=2, collate_fn=pad)
     with pytest.raises(UnsupportedError, match="dispatch_batches"):
-        balanced_loader(dispatcher, BalanceOptions(), world_size=1, **where)
+        balanced_loader(dispatcher, BalanceOptions(), DataRanks(0, 1), accumulation_steps=1)
 
 
 @pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2}])
@@ -482,13 +487,13 @@ def test_overrides_put_back_what_was_there() -> None:
 
     target = Target()
     with Overrides(target) as overrides:
-        overrides.set("value", 2)
-        overrides.set("value", 3)
+        overrides.replace("value", 2)
+        overrides.replace("value", 3)
         assert target.value == 3
     assert vars(target) == {}
     target.value = 5
     with Overrides(target) as overrides:
-        overrides.set("value", 2)
+        overrides.replace("value", 2)
     assert target.value == 5
 
 

@@ -19,8 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 from odc.balance.data.probe import Identity
 from odc.errors import UnsupportedError
 from odc.trainers import balance, install
-from odc.trainers.forms import Comparisons, Preferences, Rollouts, Sample
-from odc.trainers.packed_model import PackedModel, check_packed_model
+from odc.trainers.trl import Comparisons, PackedModel, Preferences, Rollouts, Sample, check_packed_model
 
 
 def rollouts() -> dict[str, torch.Tensor]:

@@ -20,10 +20,11 @@ from transformers import DataCollatorForLanguageModeling
 
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, minibatches
+from odc.trainers.accelerate import DataRanks
 from odc.trainers.batches import Bundle
-from odc.trainers.checks import check_rows, configs_of
-from odc.trainers.loader import balanced_loader, sample_lengths
+from odc.trainers.models import check_rows, configs_of
 from odc.trainers.packing import collate_alone, pack
+from odc.trainers.planned import balanced_loader, sample_lengths
 
 Rows = list[dict[str, Any]]
 
@@ -202,7 +203,7 @@ def test_a_collator_that_draws_at_random_is_not_mistaken_for_one() -> None:
 
     state = torch.random.get_rng_state()
     loader = Accelerator(cpu=True).prepare(DataLoader(samples(19), 2, collate_fn=drop))
-    ours = balanced_loader(loader, BalanceOptions(), rank=0, world_size=1, accumulation_steps=4)
+    ours = balanced_loader(loader, BalanceOptions(), DataRanks(0, 1), accumulation_steps=4)
     assert torch.equal(torch.random.get_rng_state(), state)  # the first epoch's order is what it would have been
     assert len(list(ours)) == 10
 
@@ -272,7 +273,7 @@ def prepared(dataset: Any, collate: Any, world_size: int = 1, rank: int = 0, **o
 
 
 def microbatches(loader: Any, **options: Any) -> list[dict[str, torch.Tensor]]:
-    ours = balanced_loader(loader, BalanceOptions(**options), rank=0, world_size=1, accumulation_steps=4)
+    ours = balanced_loader(loader, BalanceOptions(**options), DataRanks(0, 1), accumulation_steps=4)
     assert all(isinstance(bundle, Bundle) for bundle in ours)
     return [one for bundle in ours for one in bundle.microbatches]
 
@@ -339,7 +340,7 @@ def test_a_sample_that_turns_out_too_long_is_refused_by_index_and_numbers() -> N
 def test_equal_numbers_cannot_be_split_so_the_sample_is_named() -> None:
     options = BalanceOptions("lb-micro", max_tokens=LIMIT)
     loader = prepared(samples(37), partial(pad_with_a_start, size=9), world_size=2)
-    ours = balanced_loader(loader, options, rank=0, world_size=2, accumulation_steps=4)
+    ours = balanced_loader(loader, options, DataRanks(0, 2), accumulation_steps=4)
     with pytest.raises(
         ConfigError, match=r"has \d+ tokens after data_collator, more than max_tokens=50: sample \d+ of"
     ):
@@ -368,7 +369,7 @@ def test_a_rank_without_samples_has_the_columns_of_the_others() -> None:
     columns = []
     for rank in range(4):
         loader = prepared(samples(3), with_weights, 4, rank, even_batches=False)
-        ours = balanced_loader(loader, BalanceOptions(), rank=rank, world_size=4, accumulation_steps=1)
+        ours = balanced_loader(loader, BalanceOptions(), DataRanks(rank, 4), accumulation_steps=1)
         columns += [one for bundle in ours for one in bundle.microbatches]
     assert len(columns) == 4
     assert {tuple(sorted(one)) for one in columns} == {("input_ids", "labels", "position_ids", "weights")}

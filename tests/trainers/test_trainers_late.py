@@ -17,16 +17,17 @@ from accelerate import Accelerator
 from late_ranks import Clock, keep_time, run_timed
 from tiny_trainers import hf_trainer, losses, model, pad, samples
 from torch.utils.data import DataLoader
+from transformers import Trainer
 
 from odc.balance import LinearCost
 from odc.errors import UnsupportedError
 from odc.trainers import BalanceOptions, balance, install, minibatches
 from odc.trainers import late as late_module
-from odc.trainers.batches import Part, check_step
-from odc.trainers.checks import check_trainer
-from odc.trainers.forms import Rollouts
+from odc.trainers.batches import check_step
 from odc.trainers.late import LateSteps
-from odc.trainers.packing import PackedDataset, collate_alone, counts_of
+from odc.trainers.packing import collate_alone, counts_of
+from odc.trainers.planned import PackedDataset, Part
+from odc.trainers.transformers import check_trainer
 
 MAX_TOKENS = 64
 DATA = samples(37)
@@ -40,12 +41,11 @@ class Ranks:
         self.clock, store = Clock(), dist.HashStore()
         keep_time(monkeypatch, self.clock)
         monkeypatch.setattr(late_module, "own_store", lambda: store)
-        planner = BalanceOptions(max_tokens=MAX_TOKENS, cost=LinearCost()).planner(COUNTS[0], 2, None)
+        options = BalanceOptions(max_tokens=MAX_TOKENS, cost=LinearCost(), late_binding=True)
+        planner = options.planner(COUNTS[0], 2, None)
         example = collate_alone(pad, DATA[0])
         self.samples, self.is_running = np.arange(0), False
-        self.datasets = [
-            PackedDataset(DATA, collate, planner, COUNTS[0], rank, example, late_binding=True) for rank in range(2)
-        ]
+        self.datasets = [PackedDataset(DATA, collate, planner, COUNTS[0], rank, example) for rank in range(2)]
         self.steps = [
             LateSteps(
                 SimpleNamespace(
@@ -122,9 +122,9 @@ def test_a_collator_that_makes_something_else_each_time_is_refused(monkeypatch: 
 
 
 def test_rollouts_are_refused(tmp_path: Path) -> None:
-    trainer = hf_trainer(tmp_path)
+    trainer = hf_trainer(tmp_path, cls=type("GRPOTrainer", (Trainer,), {}))
     with pytest.raises(UnsupportedError, match="late_binding=True, but it trains on"):
-        check_trainer(trainer, Rollouts(), BalanceOptions(late_binding=True))
+        check_trainer(trainer, BalanceOptions(late_binding=True))
 
 
 def test_a_loop_of_ones_own_is_refused() -> None:

@@ -30,8 +30,9 @@ from odc.balance.data.exchange import Alone
 from odc.balance.grouping.alignment import Unaligned
 from odc.errors import ConfigError, UnsupportedError
 from odc.trainers import BalanceOptions, balance, minibatches
+from odc.trainers.accelerate import DataRanks
 from odc.trainers.batches import Bundle, StepEnd, check_step
-from odc.trainers.streamed import StreamedBatches, load_stream, save_stream, state_of, streamed_loader
+from odc.trainers.streamed import StreamedBatches, load_stream, save_stream, streamed_loader
 
 KNOWN = [sample["input_ids"] for sample in samples(37)]
 
@@ -343,7 +344,7 @@ def test_ranks_share_an_iterable_however_accelerate_would_have_dealt_it_out(
     found: list[int] = []
     for rank in (0, 1):
         given = shared(Stream() if num_shards is None else as_stream(num_shards), rank, dispatch_batches=dispatches)
-        loader = streamed_loader(given, ONLINE, rank=rank, world_size=2, accumulation_steps=2)
+        loader = streamed_loader(given, ONLINE, DataRanks(rank, 2), accumulation_steps=2)
         stream = loader.batch_sampler.stream
         assert stream.alignment.minibatch_size == 8
         with pytest.MonkeyPatch.context() as patch:  # alone: what this rank reads, whatever the other does
@@ -356,18 +357,18 @@ def test_ranks_share_an_iterable_however_accelerate_would_have_dealt_it_out(
 def test_ranks_that_shuffle_their_shards_differently_or_have_other_data_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    where: dict[str, Any] = {"rank": 1, "world_size": 2, "accumulation_steps": 2}
-    monkeypatch.setattr("odc.trainers.prepared.same_on_all_ranks", lambda values: values + 1)
+    ranks = DataRanks(1, 2)
+    monkeypatch.setattr("odc.trainers.accelerate.same_on_all_ranks", lambda values: values + 1)
     with pytest.raises(ConfigError, match="rank 1 goes through its streaming dataset in another order than rank 0"):
-        streamed_loader(shared(as_stream(4).shuffle(), 1, dispatch_batches=True), ONLINE, **where)
+        streamed_loader(shared(as_stream(4).shuffle(), 1, dispatch_batches=True), ONLINE, ranks, accumulation_steps=2)
     with pytest.raises(ConfigError, match="rank 1 has a dataset of 37 samples and an order of 37, rank 0 one of 38"):
-        streamed_loader(shared(samples(37), 1, dispatch_batches=False), ONLINE, **where)
+        streamed_loader(shared(samples(37), 1, dispatch_batches=False), ONLINE, ranks, accumulation_steps=2)
 
 
 def test_ranks_share_each_batch_that_is_split() -> None:
     for dataset in (samples(16), Stream()):
         given = shared(dataset, 0, split_batches=True, dispatch_batches=False)
-        batches = streamed_loader(given, ONLINE, rank=0, world_size=2, accumulation_steps=3).batch_sampler
+        batches = streamed_loader(given, ONLINE, DataRanks(0, 2), accumulation_steps=3).batch_sampler
         assert batches.stream.alignment.minibatch_size == 2 * 3
 
 
@@ -377,7 +378,7 @@ ONLINE = BalanceOptions(online=True, max_tokens=64)
 def test_a_checkpoint_is_of_the_ranks_that_have_samples_of_their_own(tmp_path: Path) -> None:
     """A tensor parallel partner of this rank does not count."""
     given = Accelerator().prepare(DataLoader(samples(37), batch_size=4, collate_fn=pad))
-    make = partial(streamed_loader, given, ONLINE, rank=0, world_size=1, accumulation_steps=1)
+    make = partial(streamed_loader, given, ONLINE, DataRanks(0, 1), accumulation_steps=1)
     both = SimpleNamespace(process_index=1, num_processes=2, device="cpu", gather=lambda row: row.repeat(2, 1))
     trainer: Any = SimpleNamespace(accelerator=both, state=SimpleNamespace(global_step=2))
     bundles = [*make().batch_sampler]
@@ -421,23 +422,20 @@ def test_what_cannot_be_streamed_is_refused_by_name(tmp_path: Path) -> None:
     balance(trainer, online=True, max_tokens=64)
     with pytest.raises(UnsupportedError, match="set max_steps, the number of optimizer steps"):
         trainer.train()
-    where: dict[str, Any] = {"rank": 0, "world_size": 1, "accumulation_steps": 1}
+    stream = partial(streamed_loader, options=ONLINE, ranks=DataRanks(0, 1), accumulation_steps=1)
     with pytest.raises(UnsupportedError, match="the training loader is a DataLoader"):
-        streamed_loader(DataLoader(samples(4), 2, collate_fn=pad), ONLINE, **where)
+        stream(DataLoader(samples(4), 2, collate_fn=pad))
     accelerator = Accelerator(cpu=True)
     odd = accelerator.prepare(DataLoader(samples(4), batch_sampler=Fours(), collate_fn=pad))
     with pytest.raises(UnsupportedError, match=r"Fours has no batch_size"):
-        streamed_loader(odd, ONLINE, **where)
+        stream(odd)
     sized = Fours()
     sized.batch_size = 4
     with pytest.raises(UnsupportedError, match=r"the batch sampler \(Fours\) has no sampler of a known length"):
-        streamed_loader(
-            accelerator.prepare(DataLoader(samples(4), batch_sampler=sized, collate_fn=pad)), ONLINE, **where
-        )
+        stream(accelerator.prepare(DataLoader(samples(4), batch_sampler=sized, collate_fn=pad)))
     four = IterableDatasetShard(Stream(), num_processes=4)
-    ranks = {**where, "world_size": 2}
     with pytest.raises(UnsupportedError, match="deals out batches to 4 ranks, and 2 have samples"):
-        streamed_loader(accelerator.prepare(DataLoader(four, 2, collate_fn=pad)), ONLINE, **ranks)
+        stream(accelerator.prepare(DataLoader(four, 2, collate_fn=pad)), ranks=DataRanks(0, 2))
 
 
 class Sized(Stream):
@@ -500,14 +498,14 @@ def test_steps_are_taken_whole() -> None:
 def test_placeholders_stand_for_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = seeded()
     given = accelerator.prepare(DataLoader(samples(37), 2, collate_fn=pad, shuffle=True))
-    make = partial(streamed_loader, given, ONLINE, rank=0, world_size=1, accumulation_steps=4)
+    make = partial(streamed_loader, given, ONLINE, DataRanks(0, 1), accumulation_steps=4)
     batches: StreamedBatches = make().batch_sampler
     whole = list(batches)
     ends = [bundle.end for bundle in whole if bundle.end is not None]
-    assert [end.step for end in ends] == [1, 2, 3, 4, 5]
+    assert [end.state["step"] for end in ends] == [1, 2, 3, 4, 5]
     assert sum(bundle.num_first_labels for bundle in whole) == 37  # each sample had one
     resumed = make()
-    resumed.batch_sampler.load_state_dict(json.loads(json.dumps(state_of(ends[1]))))
+    resumed.batch_sampler.load_state_dict(json.loads(json.dumps(ends[1].state)))
     rest = list(accelerator.skip_first_batches(resumed, 8))
     rows = [[row["input_ids"].tolist() for row in bundle.microbatches] for bundle in [*rest, *whole[8:]]]
     assert len(rest) == 12
