@@ -21,6 +21,8 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from odc.trainers import balance
+
 VOCAB_SIZE = 64
 
 
@@ -154,6 +156,16 @@ def sft_trainer(folder: Path, *, count: int = 37, built: Any = None, **changed: 
 
 def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train_pair(folder: Path, make: Callable[..., Trainer], **changed: Any) -> tuple[Trainer, Trainer]:
+    """The same training twice, the second one balanced."""
+    plain, ours = make(folder / "plain", **changed), make(folder / "ours", **changed)
+    balance(ours, "lb-mini", max_tokens=64)
+    for trainer in (plain, ours):
+        transformers.set_seed(1)  # some samplers draw from the global random state
+        trainer.train()
+    return plain, ours
 
 
 class Recorder(TrainerCallback):

@@ -20,9 +20,9 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from documents import example, failure
-from tiny_trainers import hf_trainer, losses, model, pad, samples, sft_trainer
+from tiny_trainers import hf_trainer, losses, model, pad, samples, sft_trainer, train_pair
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
-from transformers import Trainer, set_seed
+from transformers import Trainer
 
 from odc.balance import LinearCost, count_loss_tokens, policy_names
 from odc.errors import ConfigError, UnsupportedError
@@ -97,26 +97,23 @@ def test_padding_of_a_single_sample_is_taken_off() -> None:
     assert pack([collate_alone(pad_to_8, sample)])["position_ids"].tolist() == [[0, 1, 2]]
 
 
+ONE = pad([{"input_ids": [5, 6, 7]}])
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values of shape"),
-        ({"cu_seq_lens_q": torch.zeros(2)}, "padding_free=False"),
-        ({"shift_labels": torch.zeros(1, 3)}, "shift_labels"),
-        ({"names": ["a"]}, "names"),
+        ({**ONE, "pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values of shape"),
+        ({**ONE, "cu_seq_lens_q": torch.zeros(2)}, "padding_free=False"),
+        ({**ONE, "shift_labels": torch.zeros(1, 3)}, "shift_labels"),
+        ({**ONE, "names": ["a"]}, "names"),
+        ({"input_ids": torch.zeros(1, 3)}, "data_collator"),
+        ([{}], "not a mapping"),
     ],
 )
-def test_what_is_not_per_token_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+def test_what_is_not_per_token_or_has_no_labels_is_refused_by_name(given: Any, named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
-        collate_alone(lambda batch: {**pad(batch), **given}, {"input_ids": [5, 6, 7]})
-
-
-@pytest.mark.parametrize(
-    ("given", "named"), [({"input_ids": torch.zeros(1, 3)}, "data_collator"), ([{}], "not a mapping")]
-)
-def test_a_collator_without_labels_is_refused(given: Any, named: str) -> None:
-    with pytest.raises(UnsupportedError, match=named):
-        collate_alone(lambda batch: given, {})
+        collate_alone(lambda batch: given, {"input_ids": [5, 6, 7]})
 
 
 # Lengths
@@ -213,22 +210,30 @@ def test_the_start_of_an_epoch_asks_the_library_for_its_end_only(monkeypatch: py
     assert num_drawn < world_size * 2 * world_size
 
 
-def test_skipped_steps_are_not_planned() -> None:
-    accelerator, loader = prepared(DataLoader(samples(400), 2, collate_fn=pad))
-    ours = balanced_loader(loader, BalanceOptions(), DataRanks(0, 1), accumulation_steps=4)
-    num_planned = 0
+@pytest.fixture
+def planners(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads that have planned a step, in the order of these."""
+    found: list[str] = []
     original = Planner.plan
 
     def plan(planner: Planner, step: Any) -> Any:
-        nonlocal num_planned
-        num_planned += 1
+        found.append(threading.current_thread().name)
         return original(planner, step)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Planner, "plan", plan)
-        rest = list(accelerator.skip_first_batches(ours, 4 * 48 + 2))  # 50 steps; two bundles of one are left out
-    assert len(rest) == 6
-    assert num_planned == 2
+    monkeypatch.setattr(Planner, "plan", plan)
+    return found
+
+
+def fifty_steps() -> tuple[Accelerator, Any]:
+    """A loader of four bundles for each."""
+    accelerator, loader = prepared(DataLoader(samples(400), 2, collate_fn=pad))
+    return accelerator, balanced_loader(loader, BalanceOptions(), DataRanks(0, 1), accumulation_steps=4)
+
+
+def test_skipped_steps_are_not_planned(planners: list[str]) -> None:
+    accelerator, ours = fifty_steps()
+    assert len(list(accelerator.skip_first_batches(ours, 4 * 48 + 2))) == 6  # two bundles of one step are left out
+    assert len(planners) == 2
 
 
 def test_ranks_get_different_numbers_of_microbatches_under_lb_mini_and_equal_ones_under_lb_micro() -> None:
@@ -248,19 +253,8 @@ def test_ranks_get_different_numbers_of_microbatches_under_lb_mini_and_equal_one
         assert (counts[0] == counts[1] == counts[2]) is (policy == "lb-micro")
 
 
-def test_the_next_step_is_planned_in_a_thread_while_one_is_trained_on() -> None:
-    _, loader = prepared(DataLoader(samples(400), 2, collate_fn=pad))
-    ours = balanced_loader(loader, BalanceOptions(), DataRanks(0, 1), accumulation_steps=4)
-    planners: list[str] = []
-    original = Planner.plan
-
-    def plan(planner: Planner, step: Any) -> Any:
-        planners.append(threading.current_thread().name)
-        return original(planner, step)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Planner, "plan", plan)
-        assert sum(bundle.end is not None for bundle in ours) == 50
+def test_the_next_step_is_planned_in_a_thread_while_one_is_trained_on(planners: list[str]) -> None:
+    assert sum(bundle.end is not None for bundle in fifty_steps()[1]) == 50
     assert planners == ["MainThread"] + ["odc-ahead"] * 49
     assert "odc-ahead" not in {thread.name for thread in threading.enumerate()}
 
@@ -400,16 +394,6 @@ def test_the_steps_of_a_loop_are_the_loaders_batches_without_a_policy_and_packed
 # Trainers
 
 
-def train_pair(tmp_path: Path, make: Any, **changed: Any) -> tuple[Trainer, Trainer]:
-    """The same training twice, the second one balanced."""
-    plain, ours = make(tmp_path / "plain", **changed), make(tmp_path / "ours", **changed)
-    balance(ours, "lb-mini", max_tokens=64)
-    for trainer in (plain, ours):
-        set_seed(1)  # some samplers draw from the global random state
-        trainer.train()
-    return plain, ours
-
-
 @pytest.mark.parametrize("make", [hf_trainer, sft_trainer])
 def test_losses_do_not_change_also_at_the_end_of_an_epoch(tmp_path: Path, make: Any) -> None:
     plain, ours = train_pair(tmp_path, make)
@@ -450,8 +434,8 @@ def test_metrics_of_trl_are_means_over_tokens(tmp_path: Path) -> None:
         for name in ("plain", "ours")
     )
     balance(ours, max_tokens=100_000)
-    plain.train()
-    ours.train()
+    for trainer in (plain, ours):
+        trainer.train()
     for name in ("entropy", "mean_token_accuracy", "num_tokens"):
         expected = [entry[name] for entry in plain.state.log_history if "loss" in entry]
         assert [entry[name] for entry in ours.state.log_history if "loss" in entry] == pytest.approx(expected, rel=1e-4)

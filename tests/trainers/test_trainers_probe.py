@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from process_ranks import run_ranks
-from tiny_trainers import hf_trainer, losses, model, other_model, pad, sft_trainer
-from transformers import Trainer, set_seed
+from tiny_trainers import hf_trainer, losses, model, other_model, pad, sft_trainer, train_pair
+from transformers import Trainer
 
 from odc.balance.data.probe import Identity, ProbeSamples, Rounding
 from odc.errors import UnsupportedError
@@ -49,15 +49,11 @@ def test_models_whose_loss_packing_would_change_are_refused_before_a_step(tmp_pa
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "MixtralForCausalLM"])
 def test_losses_of_other_models_do_not_change(tmp_path: Path, name: str) -> None:
-    runs = []
-    for ours in (False, True):
-        trainer = hf_trainer(tmp_path, built=other_model(name), num_train_epochs=1)
-        if ours:
-            balance(trainer, "lb-mini", max_tokens=64)
-        set_seed(1)
-        trainer.train()
-        runs.append(losses(trainer))
-    assert runs[1] == pytest.approx(runs[0], rel=1e-4)
+    def make(folder: Path) -> Trainer:
+        return hf_trainer(folder, built=other_model(name), num_train_epochs=1)
+
+    plain, ours = train_pair(tmp_path, make)
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BambaForCausalLM", "Lfm2ForCausalLM", "OPTForCausalLM"])
@@ -201,32 +197,27 @@ class OfLongSamples(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+@pytest.mark.parametrize("cls", [PassingOn, OfItsOwn])
+def test_an_overridden_loss_that_adds_up_does_not_change(tmp_path: Path, cls: type[Trainer]) -> None:
+    plain, ours = train_pair(tmp_path, hf_trainer, cls=cls, num_train_epochs=1)
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("cls", "problem"),
     [
-        (PassingOn, None),
-        (OfItsOwn, None),
         (Mean, r"is not a sum over tokens divided by num_items_in_batch: for 8 it is (\S+), for twice as many \1"),
         (Regularized, "is not a sum over tokens divided by num_items_in_batch"),
         (OfLongSamples, "could not be measured: .* raised AssertionError"),
     ],
 )
-def test_an_overridden_loss_is_asked_how_it_adds_up(tmp_path: Path, cls: type[Trainer], problem: str | None) -> None:
-    """It can be told whether it may be balanced, and where it cannot be told, it is refused."""
-    runs = []
-    for ours in (False, True) if problem is None else (True,):
-        trainer = hf_trainer(tmp_path, cls=cls, num_train_epochs=1)
-        if ours:
-            balance(trainer, "lb-mini", max_tokens=64)
-        set_seed(1)
-        if problem is not None:
-            with pytest.raises(UnsupportedError, match=f"in this {cls.__name__}: .*{problem}"):
-                trainer.train()
-            assert trainer.state.global_step == 0
-            return
+def test_an_overridden_loss_that_does_not_add_up_is_refused(tmp_path: Path, cls: type[Trainer], problem: str) -> None:
+    """So is one that cannot be asked."""
+    trainer = hf_trainer(tmp_path, cls=cls, num_train_epochs=1)
+    balance(trainer, "lb-mini", max_tokens=64)
+    with pytest.raises(UnsupportedError, match=f"in this {cls.__name__}: .*{problem}"):
         trainer.train()
-        runs.append(losses(trainer))
-    assert runs[1] == pytest.approx(runs[0], rel=1e-4)
+    assert trainer.state.global_step == 0
 
 
 class OfLabelledTokens(Trainer):
