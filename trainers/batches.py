@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -134,43 +135,43 @@ def counted_batches_of(items: Sequence[Any]) -> list[Any]:
 class Tally:
     """Counts of planned and trained samples and microbatches, for the log."""
 
-    minibatches: int = 0
+    planned: list[int] = field(default_factory=list)
+    """Microbatches that were planned for this rank, a minibatch each. (How many other ranks have is known to these: a
+    rank packs its own.)"""
+
+    streamed: list[int] = field(default_factory=list)
+    """Samples of all ranks in minibatches of a stream."""
+
     num_run: int = 0
     """Microbatches of this rank."""
 
-    fewest: int = 0
-    """Microbatches that were planned for this rank in a minibatch; and ``most``. (How many other ranks have is known to
-    these: a rank packs its own.)"""
-
-    most: int = 0
     num_taken: int = 0
     """Samples of other ranks that this one has run, bound late."""
 
-    num_streamed: int = 0
-    """Samples of all ranks in minibatches of a stream."""
+    @property
+    def minibatches(self) -> int:
+        """How many were trained on."""
+        return len(self.planned) + len(self.streamed)
 
-    def add_item(self, item: object) -> None:
-        """Of a loader: the first bundle of a step tells what was planned, the last one what was streamed."""
-        if not isinstance(item, Bundle):
-            return
-        self.num_run += len(item.microbatches)
-        if item.planned:
-            self.fewest = min(self.fewest or item.planned, item.planned)
-            self.most = max(self.most, item.planned)
-            self.minibatches += 1
-        if item.end is not None and item.end.num_samples:
-            self.minibatches += 1
-            self.num_streamed += item.end.num_samples
+    def add(self, bundle: Bundle) -> None:
+        """The first bundle of a step tells what was planned, the last one what was streamed."""
+        self.num_run += len(bundle.microbatches)
+        if bundle.planned:
+            self.planned.append(bundle.planned)
+        if bundle.end is not None and bundle.end.num_samples:
+            self.streamed.append(bundle.end.num_samples)
 
     def __str__(self) -> str:
-        if not self.minibatches:
-            return "no minibatch was trained on"
-        if self.num_streamed:
+        if self.streamed:
             return (
-                f"{self.minibatches} minibatches of {self.num_streamed / self.minibatches:.1f} samples on average; "
-                f"microbatches of this rank: {self.num_run}"
+                f"{len(self.streamed)} minibatches of {fmean(self.streamed):.1f} samples on average; microbatches of "
+                f"this rank: {self.num_run}"
             )
-        return (
-            f"{self.minibatches} minibatches planned; microbatches of this rank: {self.num_run}, {self.fewest} to "
-            f"{self.most} in a minibatch" + f"; {self.num_taken} samples taken from other ranks" * bool(self.num_taken)
-        )
+        if self.planned:
+            return (
+                f"{len(self.planned)} minibatches planned; microbatches of this rank: {self.num_run}, "
+                f"{min(self.planned)} to {max(self.planned)} in a minibatch"
+                + f"; {self.num_taken} samples taken from other ranks"
+                * bool(self.num_taken)
+            )
+        return "no minibatch was trained on"

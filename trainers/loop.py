@@ -97,13 +97,16 @@ class Minibatches:
     def __iter__(self) -> Iterator[list[Microbatch]]:
         items: list[Any] = []
         for item in self._loader:
-            if isinstance(item, Bundle) and item.is_placeholder:
+            if not isinstance(item, Bundle):
+                is_whole = len(items) + 1 == self._accumulation_steps
+            elif item.is_placeholder:
                 continue
-            self._tally.add_item(item)
+            else:
+                self._tally.add(item)
+                self._end = item.end or self._end
+                is_whole = item.end is not None
             items.append(item)
-            end = item.end if isinstance(item, Bundle) else None
-            if end is not None or (not isinstance(item, Bundle) and len(items) == self._accumulation_steps):
-                self._end = end or self._end
+            if is_whole:
                 yield microbatches_of(items)
                 items = []
         if items:

@@ -84,12 +84,13 @@ class StreamedBatches:
         self.stream.set_epoch(epoch)
 
     @property
-    def num_steps(self) -> int | None:
-        """Optimizer steps of an epoch; None: as many as the data gives."""
-        try:
-            return len(self.stream) if self._num_steps is None else self._num_steps
-        except TypeError:
-            return None
+    def num_steps(self) -> int:
+        """Optimizer steps of an epoch.
+
+        Raises:
+            TypeError: there are as many as the data gives.
+        """
+        return len(self.stream) if self._num_steps is None else self._num_steps
 
     def state_dict(self) -> dict[str, Any]:
         """Before the first step of an iteration; behind a step, that of its end."""
@@ -147,8 +148,8 @@ def streamed_loader(
     Args:
         options: with ``online``.
         configs: see :func:`~odc.trainers.models.configs_of`.
-        num_steps: optimizer steps of an iterable dataset, which begins anew as often as need be; None: as many as it
-            gives once.
+        num_steps: of an iterable dataset only: optimizer steps, for which it begins anew as often as need be; None: as
+            many as it gives once.
         timeout_s: most seconds to wait for a rank that does not come for its next step.
 
     Raises:
@@ -165,7 +166,7 @@ def streamed_loader(
         dataset, iterable_yields = given.own_part(rank)
         order = Order(infinite=num_steps is not None, iterable_yields=iterable_yields)
     else:
-        dataset, order = loader.dataset, Order(sampler=AgreedOrder(given, rank))
+        dataset, order = loader.dataset, Order(infinite=num_steps is not None, sampler=AgreedOrder(given, rank))
     if options.pool_size is not None and options.pool_size < 4 * minibatch_size:
         raise ConfigError(
             f"pool_size={options.pool_size} with {minibatch_size} samples of a rank in a step (batch size x "
@@ -196,10 +197,9 @@ def streamed_loader(
         group=group,
         read=read_options_of(loader),
     )
-    limit = num_steps if given.is_iterable else None
     return DataLoaderShard(
         _AsGiven(None if given.is_iterable else len(loader.dataset)),
-        batch_sampler=StreamedBatches(stream, packer, accumulation_steps, given.batch_size, limit),
+        batch_sampler=StreamedBatches(stream, packer, accumulation_steps, given.batch_size, num_steps),
         collate_fn=as_it_is,
         pin_memory=loader.pin_memory,
         device=given.device,
@@ -300,7 +300,7 @@ def load_stream(trainer: Any, folder: Path, batches: StreamedBatches) -> None:
     """
     accelerator = trainer.accelerator
     state = _read(_path(folder, accelerator.process_index))
-    counted = state is not None and _place(state) == _counted_by(trainer, batches)
+    counted = state is not None and _is_counted(state, trainer, batches)
     mine = [-1 if state is None else int(state["stream"]["world_size"]), int(counted)]
     ranks = accelerator.gather(torch.tensor([mine], device=accelerator.device)).tolist()
     others = {size for size, _ in ranks if size not in (-1, batches.num_processes)}
@@ -336,15 +336,10 @@ def _read(path: Path) -> dict[str, Any] | None:
     return dict(state)
 
 
-def _place(state: dict[str, Any]) -> tuple[int, int]:
-    return int(state["stream"]["epoch"]), int(state["step"])
-
-
-def _counted_by(trainer: Any, batches: StreamedBatches) -> tuple[int, int]:
-    """The epoch and its steps that a trainer takes for done, as it was left at the end of a step."""
-    in_epoch = batches.num_steps or trainer.args.max_steps
-    epoch, step = divmod(int(trainer.state.global_step) - 1, in_epoch)
-    return epoch, step + 1
+def _is_counted(state: dict[str, Any], trainer: Any, batches: StreamedBatches) -> bool:
+    """Whether the epoch and its steps that are done are those that a trainer takes for done, left at a step's end."""
+    epoch, step = divmod(int(trainer.state.global_step) - 1, batches.num_steps)
+    return (state["stream"]["epoch"], state["step"]) == (epoch, step + 1)
 
 
 def _path(folder: Path, rank: int) -> Path:

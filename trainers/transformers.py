@@ -254,7 +254,7 @@ class BundleSteps:
             gather_head(model)
             total = total + self._training_step(model, row, *args, **kwargs)
             inputs.microbatches.append(row)
-        self._tally.add_item(inputs)
+        self._tally.add(inputs)
         if self._late is not None:
             self._tally.num_taken = self._late.num_taken
         return total
@@ -353,7 +353,7 @@ def _problem(trainer: Any, form: Form | None, options: BalanceOptions) -> str | 
             f"{type(trainer.model).__name__} does not accept num_items_in_batch, so its loss is a mean of microbatch "
             "means, which depends on how samples share microbatches; give compute_loss_func, or use another model"
         )
-    if not _accepts_positions(trainer.model):
+    if "position_ids" not in inspect.signature(type(base_model(trainer.model)).forward).parameters:
         return f"{type(trainer.model).__name__}.forward has no position_ids, by which packed samples are told apart"
     if getattr(trainer, "neftune_noise_alpha", None):
         return (
@@ -362,18 +362,10 @@ def _problem(trainer: Any, form: Form | None, options: BalanceOptions) -> str | 
         )
     if args.use_cache:
         return "use_cache=True lets packed samples attend to one another; set it to False, the default"
-    if getattr(trainer, "aux_loss_enabled", False) or _config_flag(trainer.model, "output_router_logits"):
+    has_auxiliary = any(getattr(config, "output_router_logits", False) for config in configs_of(trainer.model))
+    if has_auxiliary or getattr(trainer, "aux_loss_enabled", False):
         return (
             "the auxiliary loss of a mixture of experts is a mean over microbatches, which depends on how samples "
             "share them; set router_aux_loss_coef=0 (TRL), output_router_logits=False"
         )
     return None if form is None else form_problem(trainer, form)
-
-
-def _accepts_positions(model: Any) -> bool:
-    return "position_ids" in inspect.signature(type(base_model(model)).forward).parameters
-
-
-def _config_flag(model: Any, name: str) -> bool:
-    config = getattr(model, "config", None)
-    return bool(getattr(config, name, False)) or bool(getattr(getattr(config, "text_config", None), name, False))

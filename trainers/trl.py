@@ -474,7 +474,7 @@ class StepBatches:
         bundle = self._bundles.pop(0)
         if bundle.end is not None:
             self._batches = []
-        self._tally.add_item(bundle)
+        self._tally.add(bundle)
         return bundle
 
     def per_token_logps(self, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -244,8 +244,8 @@ def test_ranks_get_different_numbers_of_microbatches_under_lb_mini_and_equal_one
         for mine in counts:
             tally = Tally()
             for count in mine:
-                tally.add_item(Bundle([{}] * count, 0, count))
-                tally.add_item(Bundle([]))  # another bundle of the same step
+                tally.add(Bundle([{}] * count, 0, count))
+                tally.add(Bundle([]))  # another bundle of the same step
             assert str(tally) == (
                 f"4 minibatches planned; microbatches of this rank: {sum(mine)}, {min(mine)} to {max(mine)} in a "
                 "minibatch"
