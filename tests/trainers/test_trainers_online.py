@@ -8,7 +8,7 @@ import json
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,12 +42,16 @@ class Stream(IterableDataset[Any]):
         return iter(samples(37))
 
 
+def online(trainer: Trainer, max_tokens: int = 64, **options: Any) -> Trainer:
+    balance(trainer, online=True, max_tokens=max_tokens, **options)
+    return trainer
+
+
 def trained(folder: Path, *, resumed: str | None = None, max_tokens: int = 64, **changed: Any) -> tuple[Any, Any]:
     """An online trainer that has trained, and its steps."""
     made = model()
     recorder = Recorder(made)
-    trainer = hf_trainer(folder, built=made, extra={"callbacks": [recorder]}, **changed)
-    balance(trainer, online=True, max_tokens=max_tokens)
+    trainer = online(hf_trainer(folder, built=made, extra={"callbacks": [recorder]}, **changed), max_tokens=max_tokens)
     trainer.train(resume_from_checkpoint=resumed)
     return trainer, [sorted(map(number_of, step)) for step in recorder.steps]
 
@@ -56,8 +60,8 @@ def number_of(tokens: list[int]) -> int:
     return KNOWN.index(tokens)
 
 
-def numbers_in(row: Any) -> list[int]:
-    return list(map(number_of, samples_in(row)))
+def numbers_in(rows: Iterable[Any]) -> list[int]:
+    return [number_of(tokens) for row in rows for tokens in samples_in(row)]
 
 
 def tokens_of(steps: list[list[int]]) -> list[list[list[int]]]:
@@ -113,11 +117,11 @@ def test_a_checkpoint_of_other_ranks_or_in_pieces_is_refused(tmp_path: Path) -> 
     state["stream"]["world_size"] = 4
     path.write_text(json.dumps(state))
     with pytest.raises(ConfigError, match=r"checkpoint-3 is of 4 ranks, this job has 1"):
-        trained(tmp_path / "again", resumed=str(tmp_path / "checkpoint-3"))
+        trained(tmp_path / "again", resumed=str(path.parent))
     for text in ("{", '{"step": 3}', "[]"):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"odc_stream_0.json does not say where a stream was"):
-            trained(tmp_path / "again", resumed=str(tmp_path / "checkpoint-3"))
+            trained(tmp_path / "again", resumed=str(path.parent))
 
 
 class EndsEpoch(TrainerCallback):
@@ -130,10 +134,7 @@ class EndsEpoch(TrainerCallback):
 def test_an_epoch_that_was_stopped_early_is_gone_through_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = model()
-    trainer = hf_trainer(tmp_path, built=made, save_strategy="steps", save_steps=1, extra={"callbacks": [EndsEpoch()]})
-    balance(trainer, online=True, max_tokens=64)
-    trainer.train()
+    online(hf_trainer(tmp_path, save_strategy="steps", save_steps=1, extra={"callbacks": [EndsEpoch()]})).train()
     for number in (2, 4):
         caplog.clear()
         _, steps = trained(tmp_path / "again", resumed=str(tmp_path / f"checkpoint-{number}"))
@@ -163,15 +164,13 @@ class Looks(TrainerCallback):
 
 def test_a_callback_may_look_at_the_loader(tmp_path: Path) -> None:
     looks = Looks()
-    trainer = looks.trainer = hf_trainer(tmp_path, extra={"callbacks": [looks]}, num_train_epochs=1)
-    balance(trainer, online=True, max_tokens=64)
+    trainer = looks.trainer = online(hf_trainer(tmp_path, extra={"callbacks": [looks]}, num_train_epochs=1))
     trainer.train()
     assert len(losses(trainer)) == 5
 
 
 def test_a_balanced_trainer_does_not_hold_itself(tmp_path: Path) -> None:
-    trainer = hf_trainer(tmp_path)
-    balance(trainer, online=True, max_tokens=64)
+    trainer = online(hf_trainer(tmp_path))
     alive = weakref.ref(trainer.train)
     gc.disable()
     try:
@@ -231,8 +230,7 @@ def test_trl_on_a_streamed_dataset(tmp_path: Path) -> None:
         train_dataset=datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset(),
         processing_class=tokenizer(),
     )
-    balance(trainer, online=True, max_tokens=64)
-    trainer.train()
+    online(trainer).train()
     assert len(losses(trainer)) == 4
     assert losses(trainer)[-1] < losses(trainer)[0]
     assert all("mean_token_accuracy" in entry for entry in trainer.state.log_history if "loss" in entry)
@@ -245,7 +243,7 @@ def test_everything_is_put_back_also_after_a_failure(tmp_path: Path) -> None:
     for changed in ({}, {"collate": fail}):
         trainer = hf_trainer(tmp_path, num_train_epochs=1, dataloader_num_workers=2, **changed)
         before = set(vars(trainer))
-        balance(trainer, online=True, max_tokens=64)
+        online(trainer)
         if changed:
             with pytest.raises(KeyError, match=r"when sample \d+ was transformed"):
                 trainer.train()
@@ -278,7 +276,7 @@ def test_a_loop_gets_steps_until_its_data_ends() -> None:
         else:
             with pytest.raises(TypeError, match="no length"):
                 len(steps)
-        found = [[i for row in step for i in numbers_in(row)] for step in steps]
+        found = [numbers_in(step) for step in steps]
         assert sorted(i for step in found for i in step) == list(range(37))
         assert 4 <= len(found) <= 6
 
@@ -291,7 +289,7 @@ def test_a_loop_goes_on_from_a_state(dataset: Any) -> None:
     for epoch in range(2):
         steps.set_epoch(epoch)
         for step in steps:
-            found.append([i for row in step for i in numbers_in(row)])
+            found.append(numbers_in(step))
             states.append(json.dumps(steps.state_dict()))
     half = len(found) // 2
     for number in (1, half, half + 2):  # behind the first epoch, the next begins
@@ -300,23 +298,22 @@ def test_a_loop_goes_on_from_a_state(dataset: Any) -> None:
         rest = []
         for epoch in range(1 if number >= half else 0, 2):
             again.set_epoch(epoch)
-            rest += [[i for row in step for i in numbers_in(row)] for step in again]
+            rest += [numbers_in(step) for step in again]
         assert rest == found[number:]
 
 
 def test_a_state_is_there_before_the_first_step_and_brings_its_epoch() -> None:
     _, steps = loop_of(samples(37), shuffle=True)
-    found = [[i for row in step for i in numbers_in(row)] for _ in range(2) for step in steps]  # accelerate counts
+    found = [numbers_in(step) for _ in range(2) for step in steps]  # accelerate counts
     _, other = loop_of(samples(37), shuffle=True)
     other.load_state_dict(json.loads(json.dumps(other.state_dict())))
-    two = [[i for row in step for i in numbers_in(row)] for step in itertools.chain(other, itertools.islice(other, 2))]
-    assert two == found[:7]
+    assert [numbers_in(step) for step in itertools.chain(other, itertools.islice(other, 2))] == found[:7]
     state = json.loads(json.dumps(other.state_dict()))
     other.close()
     _, again = loop_of(samples(37), shuffle=True)
     again.load_state_dict(state)
     assert again.state_dict() == state  # also before it goes on
-    assert [[i for row in step for i in numbers_in(row)] for step in again] == found[7:]
+    assert [numbers_in(step) for step in again] == found[7:]
 
 
 def test_states_are_of_online_loops_only() -> None:
@@ -350,7 +347,7 @@ def test_ranks_share_an_iterable_however_accelerate_would_have_dealt_it_out(
         with pytest.MonkeyPatch.context() as patch:  # alone: what this rank reads, whatever the other does
             patch.setattr(stream, "_own_exchange", Alone)
             patch.setattr(stream, "alignment", Unaligned())
-            found += [i for bundle in loader for row in bundle.microbatches for i in numbers_in(row)]
+            found += [i for bundle in loader for i in numbers_in(bundle.microbatches)]
     assert sorted(found) == list(range(37))
 
 
@@ -387,8 +384,8 @@ def test_a_checkpoint_is_of_the_ranks_that_have_samples_of_their_own(tmp_path: P
     load_stream(trainer, tmp_path, again)
     resumed = [*again]
     assert [bundle.is_placeholder for bundle in resumed[:3]] == [True, True, False]
-    assert [numbers_in(row) for bundle in resumed[2:] for row in bundle.microbatches] == [
-        numbers_in(row) for bundle in bundles[2:] for row in bundle.microbatches
+    assert [numbers_in(bundle.microbatches) for bundle in resumed[2:]] == [
+        numbers_in(bundle.microbatches) for bundle in bundles[2:]
     ]
 
 
@@ -413,13 +410,11 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path, given: dict[str,
 
 def test_what_cannot_be_streamed_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="patch=False"):
-        balance(hf_trainer(tmp_path), online=True, max_tokens=64, patch=False)
-    trainer = hf_trainer(tmp_path)
-    balance(trainer, online=True, max_tokens=64, pool_size=9)
+        online(hf_trainer(tmp_path), patch=False)
+    trainer = online(hf_trainer(tmp_path), pool_size=9)
     with pytest.raises(ConfigError, match="pool_size=9 with 8 samples of a rank in a step .* expected at least 32"):
         trainer.train()
-    trainer = hf_trainer(tmp_path, dataset=Sized())
-    balance(trainer, online=True, max_tokens=64)
+    trainer = online(hf_trainer(tmp_path, dataset=Sized()))
     with pytest.raises(UnsupportedError, match="set max_steps, the number of optimizer steps"):
         trainer.train()
     stream = partial(streamed_loader, options=ONLINE, ranks=DataRanks(0, 1), accumulation_steps=1)
