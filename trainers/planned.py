@@ -204,33 +204,23 @@ class BalancedBatches:
                 sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Part]:
-        samples, starts = self.rounds()
-        ends = [*range(0, len(starts) - 1, self.accumulation_steps), len(starts) - 1]
-        steps = [samples[starts[first] : starts[stop]] for first, stop in itertools.pairwise(ends)]
-        for number, step in enumerate(steps):
-            num_parts = ends[number + 1] - ends[number]
-            following = steps[number + 1] if number + 1 < len(steps) else None
-            for index in range(num_parts):
-                yield Part(step, index, num_parts, following)
+        rounds, num_parts = self.rounds(), self.accumulation_steps
+        steps = [rounds[first : first + num_parts] for first in range(0, len(rounds), num_parts)]
+        samples = [np.concatenate(step) for step in steps]
+        for step, mine, following in zip(steps, samples, [*samples, None][1:], strict=True):
+            for index in range(len(step)):
+                yield Part(mine, index, len(step), following)
 
-    def rounds(self) -> tuple[IntArray, IntArray]:
-        """The samples of an epoch by rounds, in each of which every rank gets a batch.
-
-        Returns:
-            Dataset indices, and where each round begins in them, and the last one ends: (num_rounds + 1,).
-        """
+    def rounds(self) -> list[IntArray]:
+        """The samples of an epoch by rounds, in each of which every rank gets a batch."""
         drawn = [list(batch) for batch in self.batch_sampler]
         sizes = same_on_all_ranks(np.array([len(batch) for batch in drawn], dtype=np.int64))
         samples = same_on_all_ranks(np.fromiter(itertools.chain.from_iterable(drawn), dtype=np.int64))
         ends = np.concatenate([[0], np.cumsum(sizes)])
         num_full = self._num_full_rounds(sizes)
         starts = ends[: num_full * self._per_round + 1 : self._per_round]
-        rest = self._dealt_out_rest(samples, ends, num_full)
-        lengths = np.array([len(one) for one in rest], dtype=np.int64)
-        return (
-            np.concatenate([samples[: starts[-1]], *(np.array(one, dtype=np.int64) for one in rest)]),
-            np.concatenate([starts, starts[-1] + np.cumsum(lengths)]),
-        )
+        full = [samples[first:stop] for first, stop in itertools.pairwise(starts)]
+        return [*full, *self._dealt_out_rest(samples, ends, num_full)]
 
     def _num_full_rounds(self, sizes: IntArray) -> int:
         """Rounds at the beginning of the epoch that any way of dealing out gives to the ranks as they are."""
@@ -240,7 +230,7 @@ class BalancedBatches:
         short = np.flatnonzero(last_of_round != self.batch_size)
         return int(short[0]) if short.size else int(last_of_round.size)
 
-    def _dealt_out_rest(self, samples: IntArray, ends: IntArray, num_full: int) -> list[list[int]]:
+    def _dealt_out_rest(self, samples: IntArray, ends: IntArray, num_full: int) -> list[IntArray]:
         """The rounds behind the full ones, as the library deals them out: it may leave batches out or repeat samples.
 
         It is asked for every rank, and goes through all batches each time: so it gets the first round, of which it
@@ -254,8 +244,8 @@ class BalancedBatches:
         given = GivenBatches(batches, self.batch_size, self.drop_last)
         ranks = [list(self._shard_of(given, rank))[bool(num_full) :] for rank in range(self.num_processes)]
         return [
-            [sample for batch in batches if batch is not None for sample in batch]
-            for batches in itertools.zip_longest(*ranks)
+            np.array([sample for batch in batches for sample in batch], dtype=np.int64)
+            for batches in itertools.zip_longest(*ranks, fillvalue=())
         ]
 
 

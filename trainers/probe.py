@@ -51,13 +51,13 @@ def check_packing(
         trainer: that trains.
         model: as the trainer calls it: wrapped, sharded, on its device.
         identity: of the same model before it was wrapped.
-        example: a sample of the dataset as it is packed, for the columns that the collator gives.
+        example: a sample of the dataset, by itself or packed, for the columns that the collator gives.
         equal_counts: ranks will run as many microbatches each, and may meet in them.
 
     Raises:
         UnsupportedError: the model's name and what was measured, or why it could not be.
     """
-    further = {name: column[0] for name, column in example.items()}
+    further = {name: column[0] for name, column in example.items() if name != "position_ids"}
     with trainer.compute_loss_context_manager():
         refuse_packing(trainer, model, identity, partial(_problem, trainer, model, identity, further, equal_counts))
 
