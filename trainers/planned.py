@@ -100,10 +100,8 @@ def _as_counts(values: Iterable[Any], what: str) -> IntArray:
 def _table_lengths(dataset: Any) -> list[int]:
     import pyarrow.compute as pc  # comes with datasets
 
-    lengths: list[int] = []
-    for batch in dataset.with_format("arrow").select_columns("input_ids").iter(batch_size=10_000):
-        lengths += pc.list_value_length(batch["input_ids"]).to_pylist()
-    return lengths
+    batches = dataset.with_format("arrow").select_columns("input_ids").iter(batch_size=10_000)
+    return [length for batch in batches for length in pc.list_value_length(batch["input_ids"]).to_pylist()]
 
 
 def _num_tokens(sample: Any) -> int:

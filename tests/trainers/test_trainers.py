@@ -442,28 +442,32 @@ def test_metrics_of_trl_are_means_over_tokens(tmp_path: Path) -> None:
         assert [entry[name] for entry in ours.state.log_history if "loss" in entry] == pytest.approx(expected, rel=1e-4)
 
 
-def test_everything_is_put_back_after_training_and_after_a_failure(tmp_path: Path) -> None:
-    class Failing(Exception):
-        pass
+def fail(batch: list[Any]) -> Any:
+    raise KeyError("text")
 
-    def fail(batch: list[Any]) -> Any:
-        raise Failing
 
-    for make, expected in ((hf_trainer, None), (sft_trainer, None), (hf_trainer, Failing)):
-        options: dict[str, Any] = {"num_train_epochs": 1, **({"collate": fail} if expected else {})}
-        trainer = make(tmp_path, **options)
-        before = set(vars(trainer))
-        before_accelerator = set(vars(trainer.accelerator))
-        balance(trainer)
-        if expected:
-            with pytest.raises(expected):
-                trainer.train()
-        else:
-            trainer.train()
-        ours = {"get_train_dataloader", "training_step", "_get_num_items_in_batch", "floating_point_ops", "log"}
-        ours |= {"compute_loss", "_odc_balance", "gather_for_metrics"}
-        assert ours & before == set()
-        assert ours & (set(vars(trainer)) | set(vars(trainer.accelerator)) - before_accelerator) == set()
+OURS = {
+    *("get_train_dataloader", "training_step", "_get_num_items_in_batch", "floating_point_ops", "log", "compute_loss"),
+    *("_save_rng_state", "_load_optimizer_and_scheduler", "_odc_balance", "gather_for_metrics"),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "num_workers"), [({}, 0), ({"online": True, "max_tokens": 64}, 2)], ids=["planned", "online"]
+)
+@pytest.mark.parametrize(("make", "changed"), [(hf_trainer, {}), (sft_trainer, {}), (hf_trainer, {"collate": fail})])
+def test_everything_is_put_back_after_training_and_after_a_failure(
+    tmp_path: Path, make: Any, changed: dict[str, Any], options: dict[str, Any], num_workers: int
+) -> None:
+    trainer = make(tmp_path, num_train_epochs=1, dataloader_num_workers=num_workers, **changed)
+    before = {*vars(trainer), *vars(trainer.accelerator)}
+    assert not OURS & before
+    balance(trainer, **options)
+    failing = pytest.raises(KeyError, match=r"when sample \d+ (of the dataset was read|was transformed)")
+    with failing if changed else contextlib.nullcontext():
+        trainer.train()
+    assert not OURS & ({*vars(trainer), *vars(trainer.accelerator)} - before)
+    assert not torch.multiprocessing.active_children()
 
 
 def test_overrides_put_back_what_was_there() -> None:

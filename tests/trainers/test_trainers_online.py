@@ -236,24 +236,6 @@ def test_trl_on_a_streamed_dataset(tmp_path: Path) -> None:
     assert all("mean_token_accuracy" in entry for entry in trainer.state.log_history if "loss" in entry)
 
 
-def test_everything_is_put_back_also_after_a_failure(tmp_path: Path) -> None:
-    def fail(batch: list[Any]) -> Any:
-        raise KeyError("text")
-
-    for changed in ({}, {"collate": fail}):
-        trainer = hf_trainer(tmp_path, num_train_epochs=1, dataloader_num_workers=2, **changed)
-        before = set(vars(trainer))
-        online(trainer)
-        if changed:
-            with pytest.raises(KeyError, match=r"when sample \d+ was transformed"):
-                trainer.train()
-        else:
-            trainer.train()
-        ours = {"_save_rng_state", "_load_optimizer_and_scheduler", "get_train_dataloader", "_odc_balance"}
-        assert not ours & (set(vars(trainer)) - before)
-        assert not torch.multiprocessing.active_children()
-
-
 # Loops of one's own
 
 

@@ -45,10 +45,6 @@ def enter(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
 
 
-def saved(rank: int, world_size: int, folder: Path) -> None:
-    enter(rank, world_size, folder)
-
-
 def note_plans(balanced: Any) -> list[tuple[int, ...]]:
     """The numbers of microbatches of all ranks, a minibatch each, from now on."""
     noted: list[tuple[int, ...]] = []
@@ -376,7 +372,7 @@ logging.getLogger("odc").setLevel(logging.INFO)
 
 def test_the_command_of_verl_takes_it_by_its_configuration(tmp_path: Path) -> None:
     """`torchrun -m verl.trainer.sft_trainer` as it is, with a module that `model.external_lib` names."""
-    assert run_ranks(1, saved, tmp_path) == [None]
+    run_ranks(1, enter, tmp_path)
     (tmp_path / "balanced.py").write_text(BALANCED)
     paths = [str(tmp_path), str(Path(__file__).parents[1] / "rigs"), FOLDER]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "VERL_USE_EXTERNAL_MODULES": "verl_cpu"}
