@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -125,7 +125,7 @@ class BalanceOptions:
             cost=self.cost or default_cost(config),
             microbatch_cost=self.microbatch_cost,
         )
-        return Planner(self, job)
+        return Planner(replace(self, cost=None), job)  # costs are known, and workers cannot be sent every user's model
 
 
 @dataclass(frozen=True, eq=False)

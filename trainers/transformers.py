@@ -183,6 +183,7 @@ def train_balanced(trainer: Any, options: BalanceOptions, tally: Tally, train: C
     form = check_trainer(trainer, options)
     with Overrides(trainer) as overrides:
         overrides.replace(_MARK, options)
+        # Their methods are the trainer's until the overrides end.
         if form is None:
             BundleSteps(trainer, options, tally, overrides)
         else:
