@@ -134,7 +134,8 @@ class EndsEpoch(TrainerCallback):
 def test_an_epoch_that_was_stopped_early_is_gone_through_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    online(hf_trainer(tmp_path, save_strategy="steps", save_steps=1, extra={"callbacks": [EndsEpoch()]})).train()
+    trainer = hf_trainer(tmp_path, save_strategy="steps", save_steps=1, extra={"callbacks": [EndsEpoch()]})
+    online(trainer).train()
     for number in (2, 4):
         caplog.clear()
         _, steps = trained(tmp_path / "again", resumed=str(tmp_path / f"checkpoint-{number}"))
