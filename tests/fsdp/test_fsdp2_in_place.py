@@ -11,7 +11,6 @@ import ctypes
 import functools
 import gc
 import os
-import signal
 import sys
 import traceback
 import warnings
@@ -23,8 +22,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faulty_ranks import NOTICE_S, assert_told, fault, survivors
-from process_ranks import across, run_ranks, start_ranks
+from faulty_ranks import Fault
+from process_ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -549,7 +548,7 @@ def test_torchs_functions(scenario: Callable[[int, int], None], failures: list[d
 # Faults: slices of two chunks of 4 MiB
 
 
-def endless(rank: int, world_size: int) -> None:
+def endless(rank: int, world_size: int, fault: Fault) -> None:
     model = layers(1500, 2, world_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     with odc.patch_fsdp(model):
@@ -564,17 +563,4 @@ def endless(rank: int, world_size: int) -> None:
 def test_a_rank_that_fails_within_a_gather_or_a_push_is_named(accumulate: str, point: str, do: str) -> None:
     """Behind the first of several chunks of one slice; between hosts, in the middle of what is under way."""
     hosts, accumulate = (2, "daemon") if accumulate == "hosts" else (1, accumulate)
-    env = {**IN_PLACE, "ODC_ACCUMULATE": accumulate, **fault(point, do, at=19)}
-    results = start_ranks(2, across, hosts, endless, env=env).join(120)
-    if do == "kill":
-        assert results[1].exitcode == -signal.SIGKILL
-        words = [
-            "rank 1",
-            "signal 9" if hosts == 1 else "onnection",
-        ]  # of a process elsewhere nobody knows how it ended
-    else:
-        words = ["rank 1", f"fault injected at {point}"]
-        assert words[1] in (results[1].error or "")  # in the thread that adds, perhaps: told as what failed earlier
-    for result in survivors(results):
-        assert_told(result, *words)
-        assert result.seconds < results[1].seconds + NOTICE_S or do == "kill"
+    Fault(1, point, do, endless, hosts, 2, at=19, env={**IN_PLACE, "ODC_ACCUMULATE": accumulate}).check()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_ranks import run_ranks
+from process_ranks import across, run_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from training import (
     TOLERANCE,
@@ -100,6 +100,44 @@ def test_different_modules_per_rank_and_microbatch_match_one_float64_process() -
     counts = [2, 1, 3]
     expected = reference(counts, STEPS, mixed_modules)
     assert largest_difference(run_ranks(3, patched, counts, {}, "small", mixed_modules)[0], expected) < TOLERANCE
+
+
+def patched_mixed(rank: int, world_size: int, options: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
+    """Some ranks evaluate where others do not: in the minibatch, of a unit twice, and where they have no microbatch."""
+    model = shard(build(), world_size)
+    session = odc.patch_fsdp(model, **options)
+    evaluations = 0
+
+    def evaluate(step: int, **modules: Any) -> None:
+        nonlocal evaluations
+        with torch.no_grad():
+            loss_of(model, tokens(1000 + step, rank, 0), **modules)
+        evaluations += 1
+
+    def before_microbatch(step: int, rank: int, microbatch: int) -> dict[str, Any]:
+        if rank == 0 and microbatch == 1 and step % 2:
+            evaluate(step)
+        if rank == 2 and microbatch == 2:
+            evaluate(step, order=[1, 1, 0])
+        return mixed_modules(step, rank, microbatch)
+
+    if rank == 3:  # at the end of its minibatches, all of them empty
+        session.on_finish = lambda: evaluate(evaluations)
+    train(model, session, rank, world_size, [2, 1, 3, 0], microbatch_options=before_microbatch)
+    name = session.transport
+    session.close()
+    return name, evaluations, full_parameters(model)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("hosts", "options"), [(2, {}), (2, {"deterministic": True}), (4, {})])
+def test_different_modules_across_hosts_match_one_float64_process(hosts: int, options: dict[str, Any]) -> None:
+    results = run_ranks(4, across, hosts, patched_mixed, options, timeout_s=300)
+    expected = reference([2, 1, 3, 0], microbatch_options=mixed_modules)
+    assert [evaluations for _, evaluations, _ in results] == [10, 0, 20, 20]
+    for name, _, parameters in results:
+        assert name == "tcp"
+        assert largest_difference(parameters, expected) < TOLERANCE
 
 
 def gradients(rank: int, world_size: int, way: str, dtype: torch.dtype, factor: float | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Layer 2: ranks as threads that exchange items, with routes that differ, and with rounds that need more memory.
+"""Layers 2 and 3. Ranks that exchange items, with routes that differ, and with rounds that need more memory.
 
 Ranks that disagree must all be told, soon, before a byte is used; where all wait for all, nobody may wait for ever.
 """
@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_jobs import a_round
 from item_ranks import LIMIT_S, ONE_WAY, WAYS, reach, read_value, run_ranks_of
+from process_ranks import across, run_ranks
 from thread_ranks import ThreadExchange, values
 
 import odc.transports._memfd
@@ -20,8 +22,10 @@ from odc import (
     ItemExchange,
     OdcError,
     ProtocolError,
+    RuntimeConfig,
 )
 from odc.items.channel import Channel
+from odc.setup.agreement import ProcessGroupExchange
 
 # Ranks that disagree
 
@@ -252,3 +256,23 @@ def test_who_grows_after_it_has_published_is_no_deadlock(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Channel, "is_growing_at", is_growing_at)
     values(run_ranks_of(2, body, channels=("c", "d")))
+
+
+# In processes
+
+
+def grow(rank: int, world_size: int) -> tuple[str, dict[str, int]]:
+    """Rounds of more and more bytes; the ranks come at different times."""
+    config = RuntimeConfig.from_environment()
+    with ItemExchange.create(ProcessGroupExchange(), ["outputs"], config, capacity_bytes=64) as items:
+        for number, numel in enumerate([1, 100, 50, 10_000, 100, 300_000, 10], start=1):
+            time.sleep(0.01 * rank)
+            a_round(items, rank, world_size, number, numel)
+        return items.transport_name, items.memory()
+
+
+@pytest.mark.parametrize(("hosts", "name"), [(1, "shm"), (2, "tcp")])
+def test_processes_grow_together(hosts: int, name: str) -> None:
+    for transport, memory in run_ranks(3, across, hosts, grow):
+        assert transport == name
+        assert memory["outputs"] >= 2 * 2 * 4 * 300_000

@@ -6,11 +6,11 @@ Each test asserts the error's type and text, how soon it came, and (by conftest)
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,37 +18,29 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_jobs import items, replicas, rollouts, waits_for_rank_0, with_a_child
 from faulty_ranks import (
-    NOTICE_S,
     TIMEOUT,
     TRAIN_JOB,
+    Fault,
     alive_members,
-    assert_told,
     endless,
-    fault,
     output_of,
     run_job,
     session_members,
     start_job,
     stoppable,
-    survivors,
     wait_for_text,
     wait_for_training,
 )
-from process_ranks import assert_all_say, run_ranks, start_ranks
-from torch.utils.data import DataLoader
+from process_ranks import across, run_ranks, start_ranks
 from training import (
-    Net,
     build,
     full_parameters,
     largest_difference,
-    loss_of,
     reference,
     shard,
-    start,
-    tokens,
     train,
-    use_up,
 )
 from watching import scheduler_state, until
 
@@ -59,26 +51,89 @@ from odc.setup.agreement import ProcessGroupExchange
 
 EXTENDED = pytest.mark.extended
 
-# Deaths: fault tests 1, 2, 8
+# The table: a rank is hurt, and all others say so
 
-
-@pytest.mark.parametrize(
-    "point",
-    [
-        *("gather.after_chunk", "scatter.added", "publish.before", "finish.before_done"),
-        # Before it, and in mid-push, ranks die in test_faults_replicas.py and in the next test, too.
-        *(pytest.param(point, marks=EXTENDED) for point in ("gather.before", "scatter.after_chunk")),
-    ],
+TRAINING = ("minibatch ",)
+OF_ITEMS = ("of round ", "'outputs'")
+FAULTS = [
+    # Fault tests 1, 2 and 8: a rank ends while others gather from it, in mid-push, before publishing, before done.
+    Fault(1, "gather.after_chunk", "kill", endless, says=TRAINING),
+    Fault(1, "scatter.added", "kill", endless, says=TRAINING),
+    Fault(1, "publish.before", "kill", endless, says=TRAINING),
+    Fault(1, "finish.before_done", "kill", endless, says=TRAINING),
+    Fault(1, "scatter.before", "exit", endless, says=TRAINING),
+    # Of two hosts: rank 0 is on that of rank 1, and sees how it ends; rank 2 is not.
+    Fault(1, "scatter.after_chunk", "kill", endless, hosts=2, says=TRAINING),
+    Fault(1, "gather.before", "exit", endless, hosts=2, says=TRAINING),
+    Fault(1, "finish.before_done", "exit", endless, hosts=2, says=TRAINING),
+    Fault(1, "scatter.before_post", "segv", endless, hosts=2, says=TRAINING),
+    # Fault test 3: its daemon fails.
+    Fault(1, "daemon.before_add", "raise", endless, env={"ODC_ACCUMULATE": "daemon"}),
+    # Fault test 5: it stops for ever; in a wait, too, where nobody may blame the rank that it had waited for.
+    Fault(1, "gather.before", "stop", endless, says=("stopped by a signal", "ODC_TIMEOUT")),
+    Fault(1, "wait", "stop", waits_for_rank_0, at=5),
+    Fault(1, "wait", "stop", waits_for_rank_0, at=5, hosts=3),
+    # Fault test 12: forks of it live on.
+    Fault(1, "gather.before", "kill", with_a_child),
+    Fault(1, "gather.before", "kill", with_a_child, hosts=2),
+    # Two replicas of a shard group of two: pairwise over the kind of FSDP, hosts, place, fault and rank.
+    Fault(2, "gather.before", "stop", replicas, ranks=4, hosts=2, model="fsdp2"),
+    Fault(1, "scatter.before", "stop", replicas, ranks=4, hosts=1, model="fsdp1"),
+    Fault(0, "scatter.before", "kill", replicas, ranks=4, hosts=2, model="fsdp2"),
+    Fault(3, "replicas.before", "kill", replicas, ranks=4, hosts=2, model="fsdp1"),
+    Fault(1, "replicas.before", "raise", replicas, ranks=4, hosts=2, model="int"),
+    Fault(2, "clipping", "raise", replicas, ranks=4, hosts=1, model="fsdp1"),
+    Fault(3, "collective", "raise", replicas, ranks=4, hosts=2, model="fsdp2"),
+    # Items are exchanged; their memory has to grow.
+    Fault(1, "items.publish.before_post", "kill", items, says=OF_ITEMS),
+    Fault(1, "items.publish.before", "exit", items, hosts=2, says=OF_ITEMS),
+    Fault(1, "items.read.after_chunk", "kill", items, hosts=2, says=OF_ITEMS),
+    Fault(1, "items.read.before", "raise", items, hosts=2),
+    Fault(1, "items.publish.before", "stop", items),
+    Fault(1, "growth", "kill", items, says=("the channel has to grow from 4096 to",)),
+    # The phases of a step of reinforcement learning
+    Fault(1, "generation", "kill", rollouts),
+    Fault(1, "exchange", "kill", rollouts),
+    Fault(1, "log-probabilities", "kill", rollouts),
+    Fault(1, "training", "kill", rollouts),
+    Fault(1, "step", "kill", rollouts),
+]
+"""In every run. Of those that stop there are few: others name them behind a time limit."""
+FURTHER = [
+    Fault(1, "gather.before", "kill", endless, says=TRAINING),
+    Fault(1, "scatter.after_chunk", "kill", endless, says=TRAINING),
+    Fault(1, "scatter.before", "segv", endless, says=TRAINING),
+    Fault(1, "gather.before", "kill", endless, hosts=2, says=TRAINING),
+    Fault(1, "publish.before", "kill", endless, hosts=2, says=TRAINING),
+    Fault(1, "finish.before_done", "kill", endless, hosts=2, says=TRAINING),
+    Fault(1, "scatter.before_post", "exit", endless, hosts=2, says=TRAINING),
+    Fault(1, "gather.before", "segv", endless, hosts=2, says=TRAINING),
+    Fault(1, "finish.before_done", "segv", endless, hosts=2, says=TRAINING),
+    Fault(1, "wait", "stop", waits_for_rank_0, at=5, hosts=2),
+    Fault(1, "items.read.before", "segv", items, says=OF_ITEMS),
+    Fault(1, "items.done.before", "kill", items, says=OF_ITEMS),
+    Fault(1, "items.publish.before_post", "kill", items, hosts=2, says=OF_ITEMS),
+    Fault(0, "collective", "kill", replicas, ranks=4, model="int"),
+]
+REPLICAS = itertools.product(
+    range(4),
+    ("gather.before", "scatter.before", "replicas.before", "clipping", "collective"),
+    ("kill", "raise", "stop"),
+    (1, 2),
+    ("fsdp2", "fsdp1"),
 )
-def test_a_killed_rank_is_named_by_all_others(point: str) -> None:
-    """Fault tests 1 and 2: SIGKILL while others gather from it, in mid-push, before publishing, before done."""
-    group = start_ranks(3, endless, env=fault(point, "kill"))
-    results = group.join(120)
-    assert results[1].exitcode == -signal.SIGKILL
-    for result in survivors(results):
-        assert_told(result, "rank 1", f"pid {group.pids[1]}", "minibatch ", "signal 9")
-    first = min(r.seconds for r in survivors(results))
-    assert max(r.seconds for r in survivors(results)) - first < NOTICE_S
+FURTHER += [Fault(who, where, how, replicas, hosts, 4, model) for who, where, how, hosts, model in REPLICAS]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_rank_that_is_hurt_is_named_by_all_others(fault: Fault) -> None:
+    fault.check()
+
+
+@EXTENDED
+@pytest.mark.parametrize("fault", [fault for fault in FURTHER if fault not in FAULTS], ids=str)
+def test_further_ranks_that_are_hurt_are_named_by_all_others(fault: Fault) -> None:
+    fault.check()
 
 
 def half_push(rank: int, world_size: int, mode: dict[str, Any]) -> list[str]:
@@ -126,7 +181,8 @@ def half_push(rank: int, world_size: int, mode: dict[str, Any]) -> list[str]:
 def test_a_half_push_reaches_no_step(mode: dict[str, Any], point: str, number: int) -> None:
     """Fault test 2. Rank 2 adds at owners 0, 1, 2: its fourth pass is its second push to rank 0; through slots it
     pushes to all at once. No rank that is left gets a gradient, nor can it do anything else with that runtime."""
-    results = start_ranks(3, half_push, mode, env=fault(point, "kill", at=number, rank=2)).join(150)
+    env = {**TIMEOUT, "ODC_FAULT": f"rank=2,point={point},at={number},do=kill"}
+    results = start_ranks(3, half_push, mode, env=env).join(150)
     assert results[2].exitcode == -signal.SIGKILL
     for result in results[:2]:
         assert result.error is None, result.error
@@ -136,107 +192,40 @@ def test_a_half_push_reaches_no_step(mode: dict[str, Any], point: str, number: i
         assert len(later) >= 5
 
 
+# Stopped ranks: fault tests 4 and 17
+
+
+@EXTENDED  # every run has others stopped: test_faults_signals.py, and trials of chaos
 @pytest.mark.parametrize(
-    ("do", "words"), [("exit", "exited with status 0"), pytest.param("segv", "signal 11", marks=EXTENDED)]
+    ("who", "seconds", "limit_s", "hosts"),
+    [
+        pytest.param([1], 3, 20, 1, id="one rank"),
+        pytest.param([1], 3, 60, 2, id="one rank of another host"),
+        pytest.param([0, 1], 8, 5, 1, id="the whole job, for longer than the limit"),
+    ],
 )
-def test_a_rank_that_leaves_without_a_word_is_named(do: str, words: str) -> None:
-    """Fault test 8: os._exit(0) and a segmentation fault."""
-    for result in survivors(start_ranks(3, endless, env=fault("scatter.before", do)).join(120)):
-        assert_told(result, "rank 1", words)
-
-
-# A daemon that fails: fault test 3
-
-
-def endless_daemons(rank: int, world_size: int) -> None:
-    """As :func:`endless`. A rank whose daemon tells the others what has failed does not end in the middle of that: an
-    interpreter that ends waits for the daemon too, ``os._exit`` does not."""
-    try:
-        endless(rank, world_size, "daemon")
-    finally:
-        for thread in threading.enumerate():
-            if rank == 1 and thread.name == "odc-accumulation":
-                thread.join(60)
-
-
-def test_a_failing_daemon_stops_its_rank_and_the_others() -> None:
-    results = start_ranks(3, endless_daemons, env=fault("daemon.before_add", "raise")).join(120)
-    assert_all_say(results[1:2], "FaultInjected: fault injected at daemon.before_add", kinds=["OdcError"])
-    assert_all_say(survivors(results), "rank 1", "FaultInjected", kinds=["AbortedError"])
-    times = [result.seconds for result in results]
-    assert max(times) - min(times) < NOTICE_S
-
-
-# Stopped ranks: fault tests 4, 5, 17
-
-
-@pytest.mark.extended  # every run has others stopped: test_faults_signals.py, and trials of chaos
-def test_a_rank_stopped_for_a_while_changes_nothing(tmp_path: Path) -> None:
-    """Fault test 4: SIGSTOP 3 s, then SIGCONT, with a limit of 20 s."""
+def test_ranks_that_are_stopped_for_a_while_go_on_as_if_nothing_had_been(
+    who: list[int], seconds: int, limit_s: int, hosts: int, tmp_path: Path
+) -> None:
+    """SIGSTOP, then SIGCONT. No rank may blame the others for its own absence: Ctrl-Z, a paused container."""
     steps, started, stopped = 40, tmp_path / "started", tmp_path / "stopped"
-    env = {"ODC_TIMEOUT": "20", "ODC_FAULT": "point=gather.before,do=delay:0.002"}  # about 1.5 s of training
-    group = start_ranks(2, stoppable, steps, str(started), str(stopped), env=env)
+    env = {"ODC_TIMEOUT": str(limit_s), "ODC_FAULT": "point=gather.before,do=delay:0.002"}  # 1.5 s of training
+    group = start_ranks(2, across, hosts, stoppable, steps, str(started), str(stopped), env=env)
     wait_for_training(started)
     stopped_at = time.monotonic() - group.started
-    os.kill(group.pids[1], signal.SIGSTOP)
+    for rank in who:
+        os.kill(group.pids[rank], signal.SIGSTOP)
     stopped.touch()
-    time.sleep(3)
-    os.kill(group.pids[1], signal.SIGCONT)
-    results = group.join(120)
-    assert all(r.error is None for r in results), [r.error for r in results]
-    ended = min(r.seconds for r in results)
-    assert ended > stopped_at + 3, "the ranks had ended before the stop: nothing was tested"
-    undisturbed = run_ranks(2, stoppable, steps, str(started), str(stopped))
+    time.sleep(seconds)
+    for rank in who:
+        os.kill(group.pids[rank], signal.SIGCONT)
+    results = group.join(300)
+    assert [result.error for result in results] == [None, None]
+    ended = min(result.seconds for result in results)
+    assert ended > stopped_at + seconds, "the ranks had ended before the stop: nothing was tested"
+    # On one host: deterministic sums do not know the wire.
+    undisturbed = run_ranks(2, stoppable, steps, str(started), str(stopped), timeout_s=300)
     assert largest_difference(results[0].value, undisturbed[0]) == 0.0
-
-
-def test_a_rank_stopped_for_ever_is_alive_but_silent() -> None:
-    """Fault test 5."""
-    group = start_ranks(2, endless, env={"ODC_TIMEOUT": "3", "ODC_FAULT": "rank=1,point=gather.before,at=9,do=stop"})
-    results = group.join(120, expendable=[1])
-    words = ("rank 1", f"pid {group.pids[1]}", "alive but silent for", "stopped by a signal", "ODC_TIMEOUT")
-    assert_all_say(results[:1], *words, kinds=["PeerSilentError"])
-
-
-def stopped_while_it_waits(rank: int, world_size: int, hosts: int) -> None:
-    """Rank 1 is stopped while it waits for rank 0, which publishes only then and waits for rank 1 in its turn."""
-    os.environ["ODC_HOST_ID"] = f"host{rank * hosts // world_size}"
-    units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
-    runtime = Runtime.create(ProcessGroupExchange(), units, RuntimeConfig.from_environment())
-    if rank == 0:
-        until(lambda: scheduler_state(runtime.topology.pids[1]) == "T", "rank 1 was not stopped: nothing was tested")
-    runtime.publish(0, lambda shard: shard.fill_(rank))
-    runtime.begin()
-    runtime.gather(0, torch.empty(4 * world_size))
-    runtime.finish()
-
-
-@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=EXTENDED), 3])
-def test_a_rank_stopped_while_it_waits_is_to_blame_and_not_the_one_it_had_waited_for(hosts: int) -> None:
-    env = {"ODC_TIMEOUT": "3", "ODC_FAULT": "rank=1,point=wait,at=5,do=stop"}
-    group = start_ranks(3, stopped_while_it_waits, hosts, env=env)
-    results = group.join(120, expendable=[1])
-    for result in survivors(results):
-        text = (result.error or "").partition("\nTraceback")[0]
-        assert f"rank 1 (host host{hosts // 3}, pid {group.pids[1]})" in text, text
-        assert "Cause: rank 1 is alive but silent for" in text or "has answered nothing for" in text, text
-
-
-@pytest.mark.extended
-def test_suspending_the_whole_job_for_longer_than_the_limit_is_not_an_error(tmp_path: Path) -> None:
-    """Ctrl-Z, a paused container, a suspended job: no rank may blame the others for its own absence."""
-    started, stopped = tmp_path / "started", tmp_path / "stopped"
-    env = {"ODC_TIMEOUT": "5", "ODC_FAULT": "point=gather.before,do=delay:0.002"}
-    group = start_ranks(2, stoppable, 100, str(started), str(stopped), env=env)
-    wait_for_training(started)
-    for pid in group.pids:
-        os.kill(pid, signal.SIGSTOP)
-    stopped.touch()
-    time.sleep(8)
-    for pid in group.pids:
-        os.kill(pid, signal.SIGCONT)
-    results = group.join(120)
-    assert all(r.error is None for r in results), [r.error for r in results]
 
 
 def slow(rank: int, world_size: int) -> tuple[float, dict[str, Any]]:
@@ -261,24 +250,60 @@ def test_a_rank_slower_than_the_limit_that_makes_progress_is_not_an_error() -> N
 
 # Whole jobs, under torchrun or as forks that end like any other interpreter: fault tests 7, 8, 11, 13
 
+ON_HOSTS = 'os.environ["ODC_HOST_ID"] = f"host{rank}"\n'
+LEAVES = "sys.exit(0) if rank == 1 else "
+PENDING = """
+model = shard(build(num_blocks=1), world_size)
+session = odc.patch_fsdp(model)
+if rank == 0:
+    from watching import scheduler_state, until
+    until(lambda: scheduler_state(session._runtime.topology.pids[1]) == "Z", "rank 1 does not end", 30)
+    sys.exit(0)
+work = dist.all_reduce(torch.ones(4), async_op=True)
+try:
+    with session.minibatch():
+        raise ValueError("sample 17 has no answer")
+finally:
+    dist.destroy_process_group()
+"""
+SCRIPTS = {
+    # A launcher takes an exit status of 0 for success and lets rank 0 run on: ODC must end it.
+    "rank 1-after a step-sys.exit": (
+        TRAIN_JOB.format(at_step_3=LEAVES + "None"),
+        [1, 0],
+        r"PeerClosedError: rank 0 waited .* for rank 1 \(host .*it closed its session",
+    ),
+    "rank 1-after a step-sys.exit-2 hosts": (
+        ON_HOSTS + TRAIN_JOB.format(at_step_3=LEAVES + "None"),
+        [1, 0],
+        r"PeerClosedError: rank 0 waited .* for rank 1 \(host host1.* minibatch 5.*closed its session",
+    ),
+    # Its process may stay for readers; a collective that it will not come to any more ends at once, and says why.
+    "rank 1-while others are in a collective-sys.exit-2 hosts": (
+        ON_HOSTS + TRAIN_JOB.format(at_step_3=LEAVES + "dist.all_reduce(torch.ones(1))"),
+        [1, 0],
+        r"PeerClosedError: rank 0 waited .* a collective of the script.*rank 1 is gone: it closed",
+    ),
+    # Outside of any block of a session: nothing of ODC sees it pass.
+    "rank 1-between steps-exception": (
+        TRAIN_JOB.format(at_step_3="None if rank == 0 else tokens('no', rank, 0)"),
+        [1, 1],
+        r"rank 0 aborted because rank 1 \(pid \d+\): TypeError",
+    ),
+    # Its process group would wait for the other rank, in its destructor. Rank 0 goes on until rank 1 has ended.
+    "rank 1-while a collective of it is pending-exception": (PENDING, [0, 1], "ValueError: sample 17 has no answer"),
+}
 
-def test_sys_exit_without_close_is_told_to_the_others(tmp_path: Path, warm_launcher: WarmLauncher) -> None:
-    """Fault test 8. A launcher takes an exit status of 0 for success and lets rank 0 run on: ODC must end it."""
-    at_step_3 = "sys.exit(0) if rank == 1 else None"
-    codes, text = run_job(warm_launcher, tmp_path, TRAIN_JOB.format(at_step_3=at_step_3))
-    assert codes == [1, 0], text
-    assert "rank 0 waited" in text, text
-    assert "rank 1 (host" in text
-    assert "it closed its session" in text
 
-
-def test_an_exception_that_ends_a_script_is_told_to_the_others(tmp_path: Path, warm_launcher: WarmLauncher) -> None:
-    """Fault test 7, outside of any block of a session: nothing of ODC sees it pass. Inside: ``test_links.py``, and
-    ``test_faults_replicas.py``."""
-    at_step_3 = "None if rank == 0 else tokens('no', rank, 0)"
-    codes, text = run_job(warm_launcher, tmp_path, TRAIN_JOB.format(at_step_3=at_step_3))
-    assert codes == [1, 1], text
-    assert re.search(r"rank 0 aborted because rank 1 \(pid \d+\): TypeError", text), text
+@pytest.mark.parametrize(("body", "codes", "told"), SCRIPTS.values(), ids=SCRIPTS)
+def test_how_a_script_ends_is_told_to_the_others(
+    body: str, codes: list[int], told: str, tmp_path: Path, warm_launcher: WarmLauncher
+) -> None:
+    started = time.monotonic()
+    found, text = run_job(warm_launcher, tmp_path, body)
+    assert found == codes, text
+    assert re.search(told, text), text
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.extended  # every run has all ranks killed at one stroke, by themselves: test_faults_jobs.py
@@ -294,49 +319,6 @@ def test_killing_the_process_groups_leaves_nothing(tmp_path: Path) -> None:
             os.killpg(group, signal.SIGKILL)
     output_of(job)
     until(lambda: not any(alive_members(session) for session in sessions), "a process lives on", 60)
-
-
-def with_workers(rank: int, world_size: int) -> None:
-    model, session, optimizer = start(world_size, num_blocks=1)
-    loader = DataLoader(list(range(100_000)), num_workers=2, persistent_workers=True, multiprocessing_context="fork")
-    for step, _ in enumerate(loader):
-        with session.minibatch():
-            loss_of(model, tokens(step, rank, 0)).backward()
-        use_up(optimizer)
-
-
-def in_a_nursery(rank: int, world_size: int) -> None:
-    """multiprocessing forbids daemonic processes children; DataLoader workers need permission."""
-    import multiprocessing
-
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    with_workers(rank, world_size)
-
-
-def test_death_is_noticed_at_once_although_forked_workers_live_on() -> None:
-    """Fault test 12: the workers keep the dead rank's sockets open; the pidfd does not care."""
-    group = start_ranks(2, in_a_nursery, env=TIMEOUT)
-    workers = list[int]()
-    try:
-        until(lambda: len(children_of(group.pids[1])) == 2, "the DataLoader workers did not start")
-        workers = children_of(group.pids[1])
-        time.sleep(1)
-        for worker in workers:  # or DataLoader's own watchdog would end them some seconds after the rank
-            os.kill(worker, signal.SIGSTOP)
-        os.kill(group.pids[1], signal.SIGKILL)
-        killed = time.monotonic()
-        results = group.join(180, expendable=[1])  # the workers hold its pipe
-        assert_told(results[0], "rank 1", "signal 9")
-        assert results[0].seconds - (killed - group.started) < NOTICE_S
-    finally:
-        for worker in workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGKILL)
-
-
-def children_of(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in path.read_text().split()] if path.exists() else []
 
 
 SMALL_SHM_JOB = """
@@ -383,25 +365,3 @@ def test_a_small_dev_shm_is_enough_for_a_large_model(tmp_path: Path) -> None:
     for _, megabytes, files in lines:
         assert int(megabytes) >= 199  # published shards and sums of half a model
         assert files == "[]"
-
-
-# Error paths hold nothing up
-
-
-def failing_then_closing(rank: int, world_size: int) -> float:
-    model: Net = shard(build(num_blocks=1), world_size)
-    session = odc.patch_fsdp(model)
-    if rank == 1:
-        time.sleep(1)
-        os._exit(3)
-    started = time.monotonic()
-    with pytest.raises(odc.PeerDiedError), session.minibatch():
-        loss_of(model, tokens(0, rank, 0)).backward()
-    session.close()
-    return time.monotonic() - started
-
-
-def test_after_a_death_close_returns_at_once() -> None:
-    results = start_ranks(2, failing_then_closing, env=TIMEOUT).join(120)
-    assert results[0].error is None, results[0].error
-    assert results[0].value < 1 + NOTICE_S

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from faulty_ranks import NOTICE_S, assert_told, survivors
+from faulty_ranks import ENDS, NOTICE_S, Fault, survivors
 from process_ranks import RankGroup, RankResult, across, assert_all_say, start_ranks
 from training import build, loss_of, optimizer_of, shard, tokens, use_up
 from watching import do_before, killed_on_error, scheduler_state, until, written
@@ -152,15 +152,13 @@ def until_in(pid: int, stack: Path, function: str) -> None:
 
 
 def assert_ended_by(result: RankResult, sent: signal.Signals) -> None:
-    if sent is signal.SIGINT:
-        assert result.error_type == "KeyboardInterrupt", result
-        assert result.exitcode == 1
-    else:
-        assert result.exitcode == -sent
+    assert result.error_type == ("KeyboardInterrupt" if sent is signal.SIGINT else None), result
+    assert result.exitcode == ENDS[sent.name].exitcode
 
 
-def signal_one(at: WaitPoint, sent: signal.Signals, notes: Path) -> list[RankResult]:
-    """The rank that waits gets the signal; it ends; the stopped one goes on. How they ended, within ``NOTICE_S``."""
+def signal_one(at: WaitPoint, sent: signal.Signals, notes: Path) -> tuple[int, list[RankResult]]:
+    """The rank that waits gets the signal; it ends; the stopped one goes on. The number of the first one's process, and
+    how all ended, within ``NOTICE_S``."""
     group = start_waiting(at, notes)
     with killed_on_error(group):
         sent_at = time.monotonic()
@@ -170,7 +168,7 @@ def signal_one(at: WaitPoint, sent: signal.Signals, notes: Path) -> list[RankRes
         results = group.join(400)
     assert max(result.seconds for result in results) < sent_at - group.started + 2 * NOTICE_S
     assert_ended_by(results[at.victim], sent)
-    return results
+    return group.pids[at.victim], results
 
 
 @each_signal([*WAITS], FURTHER_WAITS)
@@ -178,13 +176,11 @@ def test_a_signal_ends_a_rank_that_waits_and_the_others_learn_who_it_was(
     name: str, sent: signal.Signals, tmp_path: Path
 ) -> None:
     at = WAITS[name]
-    results = signal_one(at, sent, tmp_path)
-    for result in survivors(results, at.victim):
-        assert_told(result, f"rank {at.victim}")
-        if sent is signal.SIGINT:
-            assert_told(result, "KeyboardInterrupt")
-        elif at.hosts == 1:  # of a process on another host nobody learns how it ended
-            assert_told(result, "signal 15 (SIGTERM)")
+    fault = Fault(at.victim, at.function, sent.name, interruptible, at.hosts)
+    pid, results = signal_one(at, sent, tmp_path)
+    for rank, result in enumerate(results):
+        if rank != at.victim:
+            fault.assert_told(rank, result, pid)
 
 
 @each_signal(["for memory", ON_THE_PROCESS_GROUP, "for ranks of other hosts", "for ranks of this host"])
@@ -192,7 +188,7 @@ def test_a_signal_ends_a_rank_that_waits_in_set_up_and_the_others_fail(
     name: str, sent: signal.Signals, tmp_path: Path
 ) -> None:
     at = SETUP_WAITS[name]
-    results = signal_one(at, sent, tmp_path)
+    _, results = signal_one(at, sent, tmp_path)
     assert all(r.error_type in ("SetupError", "RuntimeError") for r in survivors(results, at.victim)), results
     if name == ON_THE_PROCESS_GROUP and sent is signal.SIGTERM:
         assert_all_say(survivors(results), "rank 1 ", kinds=["SetupError"])

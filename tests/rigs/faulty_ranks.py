@@ -2,33 +2,136 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from process_ranks import RankResult
-from training import build, full_parameters, loss_of, shard, start, tokens, train, use_up
+from process_ranks import RankGroup, RankResult, across, start_ranks
+from training import build, full_parameters, shard, train
 from watching import scheduler_state, until, wait_for_all
 
 import odc
 from odc.bench.harness import warm_launch
 from odc.bench.harness.warm_launch import WarmLauncher
+from odc.liveness.faults import POINTS
 
 TIMEOUT = {"ODC_TIMEOUT": "60"}
 # A death or a failure is known everywhere within this time: at once, on a machine that may be busy, and long before any
 # limit on silence.
 NOTICE_S = 10.0
+SILENCE_S = 3
+"""After so long a rank that is stopped counts as silent. For all other faults no limit runs out within a test."""
+STEP = 2
+"""In which a job comes to the place of a fault."""
 
 
-def endless(rank: int, world_size: int, accumulate: str = "auto", died_at: Any = None) -> None:
-    """Train until something happens."""
+@dataclass(frozen=True)
+class End:
+    """What one leaves behind: the exit code of its process, and how the others fail and what they say of it."""
+
+    exitcode: int
+    seen: str
+    kinds: tuple[str, ...] = ("PeerDiedError", "AbortedError", "PeerClosedError")
+    from_afar: str = "its connection ended|cannot be reached any more|Connection reset by peer"
+    """Or so, on another host, where nobody sees how a process ends; "(?!)" if nothing else will do. One that is killed
+    resets its connections where something is unread."""
+
+
+ENDS = {
+    "kill": End(-signal.SIGKILL, "is dead: killed by signal 9"),
+    "segv": End(-signal.SIGSEGV, "is dead: killed by signal 11"),
+    "exit": End(0, "is dead: it exited with status 0"),
+    "SIGTERM": End(-signal.SIGTERM, r"is dead: killed by signal 15 \(SIGTERM\)"),
+    "SIGINT": End(1, "KeyboardInterrupt", from_afar="(?!)"),
+    "raise": End(1, "FaultInjected: fault injected at|ValueError: sample 17", ("AbortedError",), "(?!)"),
+    "stop": End(-signal.SIGKILL, "is alive but silent", ("PeerSilentError", "AbortedError"), "has answered nothing"),
+}
+"""By what is done to a rank. One that is stopped is killed behind the test."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Which rank is hurt, where and how; in which job, and what the others say of it besides its name and its end."""
+
+    who: int
+    where: str
+    """A point of :mod:`odc.liveness.faults`, or a place that the job itself comes to, in its step :data:`STEP`."""
+    how: str
+    """One of :data:`ENDS`."""
+    job: Callable[..., Any]
+    """Called with rank, world size and this, on each rank."""
+    hosts: int = 1
+    ranks: int = 3
+    model: str = ""
+    at: int = 9
+    """The number of the pass of such a point."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    says: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        hosts = f"{self.hosts} hosts" if self.hosts > 1 else ""
+        return "-".join(filter(None, (f"rank {self.who}", self.where, self.how, self.job.__name__, self.model, hosts)))
+
+    def host_of(self, rank: int) -> str:
+        return f"host{rank * self.hosts // self.ranks}" if self.hosts > 1 else ""
+
+    def come_to(self, place: str, rank: int, step: int) -> None:
+        """Hurt this rank if it is the one, and this the place."""
+        if (place, rank, step) != (self.where, self.who, STEP):
+            return
+        if self.how == "raise":
+            raise ValueError("sample 17 has no answer")
+        os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
+
+    def start(self) -> RankGroup:
+        env = {"ODC_TIMEOUT": f"{SILENCE_S}" if self.how == "stop" else "600", **self.env}
+        if self.where in POINTS:
+            env["ODC_FAULT"] = f"rank={self.who},point={self.where},at={self.at},do={self.how}"
+        if self.hosts == 1:
+            return start_ranks(self.ranks, self.job, self, env=env)
+        return start_ranks(self.ranks, across, self.hosts, self.job, self, env=env)
+
+    def check(self) -> None:
+        """The one oracle: the rank that is hurt ends as it must. Each of the others fails by itself, at once, before
+        any limit could run out; it names that rank with its host and process, and how it ended."""
+        group = self.start()
+        results = group.join(100, expendable=[self.who] if self.how == "stop" else [])
+        assert results[self.who].exitcode == ENDS[self.how].exitcode, results[self.who]
+        assert self.how != "raise" or re.search(ENDS["raise"].seen, results[self.who].error or "")
+        for rank, result in enumerate(results):
+            if rank != self.who:
+                self.assert_told(rank, result, group.pids[self.who])
+                assert result.exitcode == 1, result
+        assert self.how != "stop" or "PeerSilentError" in {result.error_type for result in results}
+        ends = [result.seconds for result in results if result.seconds]
+        assert max(ends) - min(ends) < NOTICE_S
+
+    def assert_told(self, rank: int, result: RankResult, pid: int) -> None:
+        text = (result.error or "").partition("\nTraceback")[0]
+        end = ENDS[self.how]
+        assert result.error_type in end.kinds, result
+        host = self.host_of(self.who)
+        assert re.search(rf"rank {self.who} \((host {host or '.*'}, )?pid {pid}\)", text), text
+        # Who is on that host has seen it, or was told by one who is not.
+        has_seen = not host or (host == self.host_of(rank) and result.error_type != "AbortedError")
+        assert re.search(end.seen if has_seen else f"{end.seen}|{end.from_afar}", text), text
+        assert all(words in text for words in self.says), text
+        assert "gloo" not in text, text
+
+
+def endless(rank: int, world_size: int, fault: Fault | None = None) -> None:
+    """Train until something happens. The session is closed then, as scripts do it, and waits for nobody."""
     model = shard(build(num_blocks=1), world_size)
-    session = odc.patch_fsdp(model, accumulate=accumulate)
-    train(model, session, rank, world_size, [2] * world_size, steps=10_000)
+    with contextlib.closing(odc.patch_fsdp(model)) as session:
+        train(model, session, rank, world_size, [2] * world_size, steps=10_000)
 
 
 def stoppable(rank: int, world_size: int, steps: int, started: str, disturbed: str) -> dict[str, Any]:
@@ -53,29 +156,8 @@ def wait_for_training(started: Path) -> None:
     time.sleep(0.3)
 
 
-def fault(point: str, do: str, at: int = 9, rank: int = 1) -> dict[str, str]:
-    return {**TIMEOUT, "ODC_FAULT": f"rank={rank},point={point},at={at},do={do}"}
-
-
 def survivors(results: list[RankResult], dead: int = 1) -> list[RankResult]:
     return [result for rank, result in enumerate(results) if rank != dead]
-
-
-def assert_told(result: RankResult, *words: str) -> None:
-    assert result.error_type in ("PeerDiedError", "AbortedError", "PeerClosedError"), result.error
-    assert result.error is not None
-    for word in words:
-        assert word in result.error, f"{word!r} not in: {result.error}"
-
-
-def raising(rank: int, world_size: int) -> None:
-    model, session, optimizer = start(world_size, num_blocks=1)
-    for step in range(10_000):
-        with session.minibatch():
-            if rank == 1 and step == 3:
-                raise ValueError("sample 17 has no answer")
-            loss_of(model, tokens(step, rank, 0)).backward()
-        use_up(optimizer)
 
 
 RIGS = str(Path(__file__).parent)

@@ -274,7 +274,7 @@ PHASES = ("generation", "log-probabilities", "exchange", "training", "step")
 @pytest.mark.extended
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_that_dies_is_named_by_the_others(tmp_path: Path, warm: Warm, phase: str) -> None:
-    """In every run in tests/liveness/test_faults_rollouts.py, without TRL."""
+    """In every run in tests/liveness/test_faults.py, without TRL."""
     options = {"given": True, "num_iterations": 2, "beta": 0.1, "max_steps": 9}
     options["killed"] = {"rank": 1, "in": phase, "step": 2}
     warm(["--balance", "lb-mini", SCRIPT, "grpo", json.dumps(options)], tmp_path, with_odc=True, code=1, ranks=3)
