@@ -351,7 +351,7 @@ MUTANTS = (
     Mutant(
         "fsdp-a-dimension-of-all-ranks-is-not-known",
         "Partners are looked for by what groups are called, and the default group is not called after a dimension. Where all ranks share each sample, one with fewer microbatches leaves the others waiting until their limit.",
-        ("tests/fsdp/test_context_parallel.py::test_who_leaves_the_others_is_named_where_all_ranks_share_each_sample",),
+        ("tests/fsdp/test_context_parallel.py::test_who_leaves_the_others_of_a_sample_is_named",),
         "fsdp_patch/patching.py",
         (("for name, group in (*_described(), *_dimensions(units)):", "for name, group in _described():"),),
     ),

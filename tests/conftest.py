@@ -128,6 +128,16 @@ def fakes() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """This process is the only rank of a process group."""
+    import torch.distributed as dist  # only here: it takes long
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
     """Collections, and looks at all objects, take the longer the more there are: what was there before a file is left

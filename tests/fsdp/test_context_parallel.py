@@ -10,6 +10,7 @@ tried without a mask, and its causal ring is written by hand.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -307,67 +308,47 @@ def check(results: Sequence[RankResult], *words: str) -> None:
         assert float(first_line.rpartition("(after ")[2].partition(" s)")[0]) < 5, first_line
 
 
-BESIDE_ONE, ALONE = (1, 2), (2,)
-"""Meshes whose dimension "cp" has all ranks: so has what FSDP2 shards over, and torch takes the same group for both."""
-
-
-@pytest.mark.parametrize(
-    ("way", "happens"),
-    [
-        pytest.param("gather", in_forward, marks=EXTENDED),
-        ("functional", in_backward),  # which waits where nobody looks on
-        *(pytest.param(way, in_forward, marks=EXTENDED) for way in WAYS[1:]),
-        *(pytest.param(way, in_backward, marks=EXTENDED) for way in WAYS if way != "functional"),
-    ],
-)
-def test_all_hear_who_has_failed_while_they_meet_it_in_attention(way: str, happens: Any) -> None:
-    results = start_ranks(WORLD_SIZE, ending, way, happens).join(60)
-    check(results[:3], "rank 3", "out of luck")
-
-
-@pytest.mark.parametrize(
-    ("way", "happens"),
-    [
-        ("ulysses", differs_and_logs),
-        pytest.param("gather", differs, marks=EXTENDED),
-        pytest.param("functional", without_a_backward, marks=EXTENDED),
-        pytest.param("fsdp1", differs, marks=EXTENDED),
-        *(pytest.param(way, differs, marks=EXTENDED) for way in WAYS[1:]),
-        *(pytest.param(way, without_a_backward, marks=EXTENDED) for way in WAYS[:4] if way != "functional"),
-    ],
-)
-def test_who_leaves_the_others_of_a_sample_is_named(way: str, happens: Any) -> None:
-    results = start_ranks(WORLD_SIZE, ending, way, happens).join(60)
-    did = "is in another collective in" if happens is differs_and_logs else "has ended"
-    check(results, "have different numbers of microbatches", "rank 2", f"rank 3 {did} minibatch 2 after 1")
+PAIRS, BESIDE_ONE, ALONE = (2, 2), (1, 2), (2,)
+"""Meshes. In the latter two the dimension "cp" has all ranks: so has what FSDP2 shards over, and torch takes the same
+group for both."""
 
 
 @pytest.mark.parametrize(
     ("way", "happens", "shape"),
     [
+        ("functional", in_backward, PAIRS),  # which waits where nobody looks on
+        ("gather", in_backward, ALONE),
+        *(pytest.param(way, in_forward, PAIRS, marks=EXTENDED) for way in WAYS),
+        *(pytest.param(way, in_backward, PAIRS, marks=EXTENDED) for way in WAYS if way != "functional"),
+        pytest.param("functional", in_forward, BESIDE_ONE, marks=EXTENDED),
+    ],
+)
+def test_all_hear_who_has_failed_while_they_meet_it_in_attention(way: str, happens: Any, shape: Any) -> None:
+    num_ranks = math.prod(shape)
+    *others, _ = start_ranks(num_ranks, ending, way, happens, shape).join(60)
+    check(others, f"rank {num_ranks - 1}", "out of luck")
+
+
+@pytest.mark.parametrize(
+    ("way", "happens", "shape"),
+    [
+        ("ulysses", differs_and_logs, PAIRS),
         ("gather", differs, BESIDE_ONE),
         ("functional", differs_and_logs, ALONE),
         ("functional", without_a_backward, BESIDE_ONE),
+        *(pytest.param(way, differs, PAIRS, marks=EXTENDED) for way in (*WAYS, "fsdp1")),
+        *(pytest.param(way, without_a_backward, PAIRS, marks=EXTENDED) for way in WAYS[:4]),
         pytest.param("gather", differs, ALONE, marks=EXTENDED),
         pytest.param("functional", differs_and_logs, BESIDE_ONE, marks=EXTENDED),
         pytest.param("functional", without_a_backward, ALONE, marks=EXTENDED),
     ],
 )
-def test_who_leaves_the_others_is_named_where_all_ranks_share_each_sample(way: str, happens: Any, shape: Any) -> None:
-    results = start_ranks(2, ending, way, happens, shape).join(60)
-    check(results, "have different numbers of microbatches", "rank 0", "rank 1 ", "minibatch 2 after 1")
-
-
-@pytest.mark.parametrize(
-    ("way", "happens", "shape"),
-    [
-        ("gather", in_backward, ALONE),
-        pytest.param("functional", in_forward, BESIDE_ONE, marks=EXTENDED),
-    ],
-)
-def test_all_hear_who_has_failed_where_all_ranks_share_each_sample(way: str, happens: Any, shape: Any) -> None:
-    results = start_ranks(2, ending, way, happens, shape).join(60)
-    check(results[:1], "rank 1", "out of luck")
+def test_who_leaves_the_others_of_a_sample_is_named(way: str, happens: Any, shape: Any) -> None:
+    num_ranks = math.prod(shape)
+    results = start_ranks(num_ranks, ending, way, happens, shape).join(60)
+    did = "is in another collective in" if happens is differs_and_logs else "has ended"
+    words = (f"rank {num_ranks - 2}", f"rank {num_ranks - 1} {did} minibatch 2 after 1")
+    check(results, "have different numbers of microbatches", *words)
 
 
 def logging_between(rank: int, world_size: int) -> None:

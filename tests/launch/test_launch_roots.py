@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from launch_fakes import FakeSession
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -16,13 +15,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from odc.errors import UnsupportedError
 from odc.fsdp_patch.automatic import AutomaticPatching, FsdpRoots, model_name
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def shard2(width: int = 3) -> nn.Module:

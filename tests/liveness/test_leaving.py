@@ -59,7 +59,8 @@ def test_peers_are_told_of_what_has_ended_the_script(
     error: Exception | None, is_at_exit: bool, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = leave(error, is_at_exit, monkeypatch)
-    assert (part.told, part.closed) == (told, 1)
+    assert part.told == told
+    assert part.closed == 1
 
 
 def test_an_error_without_a_text_does_not_keep_anything_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,7 +266,8 @@ def test_a_long_wait_is_warned_of_and_known_to_others(
         thread.start()
         pair.link.read(0, 0, [memoryview(target)], no_op)
         thread.join()
-        assert (target, pair.owner.waited_for[0]) == (b"late", 7)
+        assert target == b"late"
+        assert pair.owner.waited_for[0] == 7
         assert pair.owner.waited_for[-1] is None
     texts = [record.getMessage() for record in caplog.records]
     assert texts
@@ -423,7 +424,8 @@ def test_an_answer_that_nobody_takes_holds_up_no_signal() -> None:
                 left -= frame.b
         for post in posts:
             post.join()
-        assert (answer, sorted(posted)) == (pair.owner.bytes, [2, 3])
+        assert answer == pair.owner.bytes
+        assert sorted(posted) == [2, 3]
 
 
 def test_the_end_of_the_connection_wakes_a_reader() -> None:

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 import torch
 from kernel_cases import some_of
 from process_ranks import across, run_ranks, start_ranks, wait_until
-from thread_ranks import ThreadExchange, run_threads, values
+from thread_ranks import ThreadExchange, of_one_unit, run_threads, values
 from training import build, full_parameters, largest_difference, reference, shard, train
 
 import odc
@@ -68,10 +69,8 @@ def test_training_across_hosts_matches_one_float64_process() -> None:
 
 def test_direct_accumulation_across_hosts_is_refused() -> None:
     def body(exchange: ThreadExchange) -> None:
-        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
-        config = RuntimeConfig(accumulate="direct", host_id=f"h{exchange.rank}", timeout_s=10)
         with pytest.raises(ConfigError, match="the ranks of 2 hosts do not share: use 'daemon' or 'auto'"):
-            Runtime.create(exchange, units, config)
+            of_one_unit(exchange, accumulate="direct", host_id=f"h{exchange.rank}")
 
     values(run_threads(2, body))
 
@@ -173,8 +172,7 @@ def test_a_stopped_rank_does_not_slow_down_transfers_between_others() -> None:
 
 def test_a_rank_has_one_thread_for_all_others() -> None:
     def body(exchange: ThreadExchange) -> list[str]:
-        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
-        with Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=30)):
+        with of_one_unit(exchange, timeout_s=30, host_id=f"h{exchange.rank}"):
             exchange.all_gather(b"")
             names = [thread.name for thread in threading.enumerate() if thread.name.startswith("odc-")]
             exchange.all_gather(b"")
@@ -208,10 +206,8 @@ def test_a_failure_between_the_steps_of_set_up_reaches_all_ranks(
     has_failed = threading.Barrier(2)
 
     def body(exchange: ThreadExchange) -> str:
-        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
-        config = RuntimeConfig(host_id=f"h{exchange.rank % hosts}", timeout_s=100)
         with pytest.raises(LookupError if exchange.rank == 1 else SetupError) as caught:
-            Runtime.create(exchange, units, config)
+            of_one_unit(exchange, timeout_s=100, host_id=f"h{exchange.rank % hosts}")
         has_failed.wait(60)  # the exchange goes on until all ranks know
         return str(caught.value)
 
@@ -223,8 +219,7 @@ def test_a_failure_between_the_steps_of_set_up_reaches_all_ranks(
 
 def set_up(exchange: ThreadExchange, timeout_s: float = 600.0) -> str:
     """One minibatch over tcp."""
-    units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
-    with Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=timeout_s)) as runtime:
+    with of_one_unit(exchange, timeout_s=timeout_s, host_id=f"h{exchange.rank}") as runtime:
         runtime.publish(0, lambda shard: shard.fill_(exchange.rank))
         runtime.begin()
         out = torch.empty(4 * exchange.world_size)
@@ -394,13 +389,8 @@ def test_a_host_that_cannot_be_reached_is_named_with_what_to_set(monkeypatch: py
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(_rendezvous.socket, "create_connection", refuse)
-
-    def body(exchange: ThreadExchange) -> None:
-        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
-        Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=0.5)).close()
-
-    results = [result for result in run_threads(2, body) if isinstance(result, SetupError)]
-    assert any("set ODC_ADDRESS on each host" in str(result) for result in results)
+    results = run_threads(2, partial(set_up, timeout_s=0.5))
+    assert any(isinstance(result, SetupError) and "set ODC_ADDRESS on each host" in str(result) for result in results)
 
 
 def test_no_way_out_is_a_reason_against_tcp() -> None:
@@ -459,11 +449,7 @@ def test_an_address_that_is_not_this_hosts_fails_on_all_ranks(monkeypatch: pytes
     monkeypatch.setattr(TcpRendezvous, "listen", listen)
     before = len(os.listdir("/proc/self/fd"))
 
-    def body(exchange: ThreadExchange) -> None:
-        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
-        Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=5))
-
-    results = run_threads(3, body)
+    results = run_threads(3, set_up)
     assert {type(result) for result in results} == {SetupError}, "\n".join(map(str, results))
     assert all("cannot listen at its address 203.0.113.7" in str(result) for result in results)
     assert all("Set ODC_ADDRESS on that host" in str(result) for result in results)
@@ -482,11 +468,7 @@ def test_a_thread_that_cannot_start_fails_on_all_ranks_and_leaves_nothing(monkey
     monkeypatch.setattr(threading.Thread, "start", start)
     before = len(os.listdir("/proc/self/fd"))
 
-    def body(exchange: ThreadExchange) -> None:
-        units = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
-        Runtime.create(exchange, units, RuntimeConfig(host_id=f"h{exchange.rank}", timeout_s=5))
-
-    results = run_threads(3, body)
+    results = run_threads(3, set_up)
     assert all(isinstance(result, (SetupError, RuntimeError)) for result in results), results
     assert all("can't start new thread" in str(result) for result in results)
     wait_until(lambda: not any(t.name.startswith("odc-") for t in threading.enumerate()), "a thread has not ended")
