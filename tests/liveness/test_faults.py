@@ -18,7 +18,15 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_jobs import items, replicas, rollouts, waits_for_rank_0, with_a_child
+from faulty_jobs import (
+    items,
+    replicas,
+    rollouts,
+    sets_up,
+    sets_up_again,
+    waits_for_rank_0,
+    with_a_child,
+)
 from faulty_ranks import (
     TIMEOUT,
     TRAIN_JOB,
@@ -55,6 +63,7 @@ EXTENDED = pytest.mark.extended
 
 TRAINING = ("minibatch ",)
 OF_ITEMS = ("of round ", "'outputs'")
+ABSENT = "rank 1 has not come to it, and has ended"
 FAULTS = [
     # Fault tests 1, 2 and 8: a rank ends while others gather from it, in mid-push, before publishing, before done.
     Fault(1, "gather.after_chunk", "kill", endless, says=TRAINING),
@@ -73,9 +82,9 @@ FAULTS = [
     Fault(1, "gather.before", "stop", endless, says=("stopped by a signal", "ODC_TIMEOUT")),
     Fault(1, "wait", "stop", waits_for_rank_0, at=5),
     Fault(1, "wait", "stop", waits_for_rank_0, at=5, hosts=3),
-    # Fault test 12: forks of it live on.
+    # Fault test 12: a fork of it lives on. With two ranks on two hosts nobody sees its process.
     Fault(1, "gather.before", "kill", with_a_child),
-    Fault(1, "gather.before", "kill", with_a_child, hosts=2),
+    Fault(1, "gather.before", "kill", with_a_child, ranks=2, hosts=2),
     # Two replicas of a shard group of two: pairwise over the kind of FSDP, hosts, place, fault and rank.
     Fault(2, "gather.before", "stop", replicas, ranks=4, hosts=2, model="fsdp2"),
     Fault(1, "scatter.before", "stop", replicas, ranks=4, hosts=1, model="fsdp1"),
@@ -84,6 +93,11 @@ FAULTS = [
     Fault(1, "replicas.before", "raise", replicas, ranks=4, hosts=2, model="int"),
     Fault(2, "clipping", "raise", replicas, ranks=4, hosts=1, model="fsdp1"),
     Fault(3, "collective", "raise", replicas, ranks=4, hosts=2, model="fsdp2"),
+    # Set-up, before anything watches a rank.
+    Fault(1, "set-up", "raise", sets_up, told=ABSENT),
+    Fault(1, "set-up", "kill", sets_up, told=ABSENT),
+    Fault(2, "first exchange", "kill", sets_up, told=r"rank 2 \(pid {pid}\) has ended"),
+    Fault(2, "set-up", "kill", sets_up_again, told=r"rank 2 \(pid {pid}\) has ended: [^;]*(killed|gone)"),
     # Items are exchanged; their memory has to grow.
     Fault(1, "items.publish.before_post", "kill", items, says=OF_ITEMS),
     Fault(1, "items.publish.before", "exit", items, hosts=2, says=OF_ITEMS),
@@ -100,6 +114,7 @@ FAULTS = [
 ]
 """In every run. Of those that stop there are few: others name them behind a time limit."""
 FURTHER = [
+    Fault(1, "set-up", "exit", sets_up, told=ABSENT),
     Fault(1, "gather.before", "kill", endless, says=TRAINING),
     Fault(1, "scatter.after_chunk", "kill", endless, says=TRAINING),
     Fault(1, "scatter.before", "segv", endless, says=TRAINING),

@@ -256,13 +256,29 @@ dist.destroy_process_group()
 """
 
 
-def restarted(tmp_path: Path, launcher: list[str], through: list[str], patch: bool, hosts: int = 1) -> str:
-    """What a job prints whose rank 1 kills itself in the first attempt.
+TORCHRUN = ["torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("launcher", "through", "hosts", "patched"),
+    [
+        pytest.param(TORCHRUN, [], 1, "shm", id="torchrun"),
+        pytest.param(TORCHRUN, [], 2, "tcp", id="torchrun-2 hosts"),
+        pytest.param(["odc", "run"], [], 1, "patched by odc run", id="odc run"),
+        pytest.param(TORCHRUN, ["-m", "odc.run"], 1, "patched by odc run", id="torchrun odc.run"),
+    ],
+)
+def test_a_restarted_job_trains_to_the_end(
+    launcher: list[str], through: list[str], hosts: int, patched: str, tmp_path: Path
+) -> None:
+    """Rank 1 kills itself in the first attempt; `odc run` patches anew in the second one.
 
     Rank 0 is told, or ended by the launcher first: which of the two comes first is the launcher's affair.
     """
+    by_odc_run = patched == "patched by odc run"
     script = tmp_path / "job.py"
-    body = RESTARTED_JOB.format(hosts=hosts, patch=patch, counts=COUNTS)
+    body = RESTARTED_JOB.format(hosts=hosts, patch=not by_odc_run, counts=COUNTS)
     script.write_text(JOB.format(tests=RIGS, body=body))
     options = ["--nproc-per-node", "2", "--max-restarts", "1"]
     command = [sys.executable, "-m", *launcher, *options, *through, str(script)]
@@ -273,29 +289,6 @@ def restarted(tmp_path: Path, launcher: list[str], through: list[str], patch: bo
     )
     text = output_of(job, 400)
     assert job.returncode == 0, text
-    return text
-
-
-TORCHRUN = ["torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-
-
-@pytest.mark.extended  # by default it is `odc run` that restarts one, which is torchrun with another script
-@pytest.mark.parametrize(("hosts", "name"), [(1, "shm"), (2, "tcp")])
-def test_a_restarted_job_trains_to_the_end(tmp_path: Path, hosts: int, name: str) -> None:
-    text = restarted(tmp_path, TORCHRUN, [], patch=True, hosts=hosts)
     ends = sorted(re.findall("ATTEMPT .*", text))
-    assert ends == [f"ATTEMPT 1 rank {rank} True {name}" for rank in range(2)], text
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("launcher", "through"),
-    [(["odc", "run"], []), (TORCHRUN, ["-m", "odc.run"])],
-    ids=["odc run", "torchrun"],
-)
-def test_odc_run_restarts_a_job(tmp_path: Path, launcher: list[str], through: list[str]) -> None:
-    """Patched anew in the second attempt."""
-    text = restarted(tmp_path, launcher, through, patch=False)
-    ends = sorted(re.findall("ATTEMPT .*", text))
-    assert ends == [f"ATTEMPT 1 rank {rank} True patched by odc run" for rank in range(2)], text
-    assert text.count("odc: patched Net (FSDP2)") == 2
+    assert ends == [f"ATTEMPT 1 rank {rank} True {patched}" for rank in range(2)], text
+    assert text.count("odc: patched Net (FSDP2)") == 2 * by_odc_run, text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from faulty_ranks import Fault
@@ -13,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from training import build, clip, loss_of, optimizer_of, shard, start, tokens, train, use_up, wrap
-from watching import scheduler_state
+from watching import do_before, scheduler_state
 
 import odc
 from odc import ItemExchange, ParamSlice, Runtime, RuntimeConfig, UnitSpec
@@ -44,6 +46,37 @@ def waits_for_rank_0(rank: int, world_size: int, fault: Fault) -> None:
     runtime.begin()
     runtime.gather(0, torch.empty(4 * world_size))
     runtime.finish()
+
+
+# Set-up
+
+
+def sets_up(rank: int, world_size: int, fault: Fault) -> None:
+    """The places: in front of it, and in its first exchange. In both the others are there before."""
+    model = shard(build(num_blocks=1), world_size)
+    fault.come_to("set-up", rank)
+    if rank == fault.who:
+        do_before(ProcessGroupExchange, "_await", lambda: fault.come_to("first exchange", rank))
+    odc.patch_fsdp(model)
+
+
+def sets_up_replicas(rank: int, world_size: int, fault: Fault) -> None:
+    """Ranks 0 and 1 share one replica, 2 and 3 the other one; 0 and 2 hold the same shard."""
+    model = hybrid("fsdp2")
+    if rank == fault.who:
+        time.sleep(1.0)
+    fault.come_to("set-up", rank)
+    odc.patch_fsdp(model)
+
+
+def sets_up_again(rank: int, world_size: int, fault: Fault) -> None:
+    """The first set-up is refused on all ranks; the script mends it and tries again."""
+    model = shard(build(num_blocks=1), world_size)
+    with pytest.raises(odc.SetupError, match="differs"):
+        odc.patch_fsdp(model, deterministic=rank == 0)
+    dist.barrier()
+    fault.come_to("set-up", rank)
+    odc.patch_fsdp(model)
 
 
 # Replicas

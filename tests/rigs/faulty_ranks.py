@@ -63,7 +63,8 @@ class Fault:
 
     who: int
     where: str
-    """A point of :mod:`odc.liveness.faults`, or a place that the job itself comes to, in its step :data:`STEP`."""
+    """A point of :mod:`odc.liveness.faults`, or a place that the job itself comes to, in its step :data:`STEP` if it
+    has steps."""
     how: str
     """One of :data:`ENDS`."""
     job: Callable[..., Any]
@@ -75,6 +76,8 @@ class Fault:
     """The number of the pass of such a point."""
     env: Mapping[str, str] = field(default_factory=dict)
     says: tuple[str, ...] = ()
+    told: str = ""
+    """In set-up, before ranks know each other's processes: a pattern of what stands for the name and the end."""
 
     def __str__(self) -> str:
         hosts = f"{self.hosts} hosts" if self.hosts > 1 else ""
@@ -83,12 +86,14 @@ class Fault:
     def host_of(self, rank: int) -> str:
         return f"host{rank * self.hosts // self.ranks}" if self.hosts > 1 else ""
 
-    def come_to(self, place: str, rank: int, step: int) -> None:
+    def come_to(self, place: str, rank: int, step: int = STEP) -> None:
         """Hurt this rank if it is the one, and this the place."""
         if (place, rank, step) != (self.where, self.who, STEP):
             return
         if self.how == "raise":
             raise ValueError("sample 17 has no answer")
+        if self.how == "exit":
+            os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
 
     def start(self) -> RankGroup:
@@ -99,7 +104,7 @@ class Fault:
             return start_ranks(self.ranks, self.job, self, env=env)
         return start_ranks(self.ranks, across, self.hosts, self.job, self, env=env)
 
-    def check(self) -> None:
+    def check(self) -> list[RankResult]:
         """The one oracle: the rank that is hurt ends as it must. Each of the others fails by itself, at once, before
         any limit could run out; it names that rank with its host and process, and how it ended."""
         group = self.start()
@@ -113,9 +118,16 @@ class Fault:
         assert self.how != "stop" or "PeerSilentError" in {result.error_type for result in results}
         ends = [result.seconds for result in results if result.seconds]
         assert max(ends) - min(ends) < NOTICE_S
+        return results
 
     def assert_told(self, rank: int, result: RankResult, pid: int) -> None:
         text = (result.error or "").partition("\nTraceback")[0]
+        assert "gloo" not in text, text
+        assert all(words in text for words in self.says), text
+        if self.told:
+            assert result.error_type == "BrokenExchangeError", result
+            assert re.search(self.told.format(pid=pid), text), text
+            return
         end = ENDS[self.how]
         assert result.error_type in end.kinds, result
         host = self.host_of(self.who)
@@ -123,8 +135,6 @@ class Fault:
         # Who is on that host has seen it, or was told by one who is not.
         has_seen = not host or (host == self.host_of(rank) and result.error_type != "AbortedError")
         assert re.search(end.seen if has_seen else f"{end.seen}|{end.from_afar}", text), text
-        assert all(words in text for words in self.says), text
-        assert "gloo" not in text, text
 
 
 def endless(rank: int, world_size: int, fault: Fault | None = None) -> None:

@@ -3,111 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from faulty_jobs import sets_up, sets_up_replicas
+from faulty_ranks import Fault
 from process_ranks import run_ranks, start_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from training import Net, build, shard
 
-import odc
 from odc.setup import agreement as exchange
-
-LIMIT_S = 30.0  # two seconds, and a busy machine; far below the limits of set-up and of the process group
-
-
-def fail() -> None:
-    raise ValueError("no such checkpoint")
-
-
-ENDS: dict[str, Callable[[], object]] = {
-    "raises": fail,
-    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "leaves": lambda: os._exit(0),
-}
-
-
-def never_coming(rank: int, world_size: int, end: str) -> None:
-    model = shard(build(num_blocks=1), world_size)
-    if rank == 1:
-        ENDS[end]()
-    odc.patch_fsdp(model)
-
-
-@pytest.mark.parametrize("end", ["raises", "is killed", pytest.param("leaves", marks=pytest.mark.extended)])
-def test_a_rank_that_ends_before_set_up_is_named(end: str) -> None:
-    results = start_ranks(3, never_coming, end).join(120)
-    for rank in (0, 2):
-        assert results[rank].error_type == "BrokenExchangeError", results[rank].error
-        assert "rank 1 has not come to it, and has ended" in (results[rank].error or "")
-        assert results[rank].seconds < LIMIT_S
-
-
-def ending_in_its_first_exchange(rank: int, world_size: int) -> None:
-    model = shard(build(num_blocks=1), world_size)
-    if rank == 2:
-
-        def die(self: exchange.ProcessGroupExchange, *_: object) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        exchange.ProcessGroupExchange._await = die  # type: ignore[assignment,method-assign]
-    odc.patch_fsdp(model)
-
-
-def test_a_rank_that_dies_while_nothing_watches_it_yet_is_named_with_its_process() -> None:
-    group = start_ranks(3, ending_in_its_first_exchange)
-    results = group.join(120)
-    for rank in (0, 1):
-        assert results[rank].error_type == "BrokenExchangeError", results[rank].error
-        assert f"rank 2 (pid {group.pids[2]}) has ended" in (results[rank].error or "")
-
-
-def replicated(rank: int, world_size: int) -> None:
-    """Ranks 0 and 1 share one replica, 2 and 3 the other one; 0 and 2 hold the same shard."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model: Net = build(num_blocks=1)
-    fully_shard(model, mesh=mesh)
-    if rank == 0:
-        time.sleep(1.0)
-        raise ValueError("no such checkpoint")
-    odc.patch_fsdp(model)
 
 
 def test_a_rank_of_another_group_is_named_through_those_in_between() -> None:
     """Rank 3 shares no group with rank 0: it learns from rank 1, which has given up."""
-    results = start_ranks(4, replicated).join(120)
-    for result in results[1:]:
-        assert result.error_type == "BrokenExchangeError", result.error
-        assert "rank 0 has not come to it, and has ended" in (result.error or "")
-        assert result.seconds < LIMIT_S
+    told = "rank 0 has not come to it, and has ended"
+    results = Fault(0, "set-up", "raise", sets_up_replicas, ranks=4, told=told).check()
     assert "rank 1 (pid " in (results[3].error or "")
-
-
-def after_a_failed_attempt(rank: int, world_size: int) -> None:
-    """The first set-up is refused on all ranks; the script mends it and tries again."""
-    model = shard(build(num_blocks=1), world_size)
-    with pytest.raises(odc.SetupError, match="differs"):
-        odc.patch_fsdp(model, deterministic=rank == 0)
-    dist.barrier()
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    odc.patch_fsdp(model)
-
-
-def test_who_has_died_is_named_whatever_others_said_in_an_earlier_set_up() -> None:
-    group = start_ranks(3, after_a_failed_attempt)
-    for result in group.join(120)[:2]:
-        assert re.search(rf"rank 2 \(pid {group.pids[2]}\) has ended: [^;]*(killed|gone)", result.error or ""), (
-            result.error
-        )
 
 
 def ask_a_lost_store(port: int, end: str, folder: str, rank: int, world_size: int) -> None:
@@ -132,7 +47,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(end: str, tmp_path: Path) 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    group = start_ranks(3, never_coming, enter=partial(ask_a_lost_store, port, end, str(tmp_path)))
+    group = start_ranks(3, sets_up, enter=partial(ask_a_lost_store, port, end, str(tmp_path)))
     results = group.join(120, expendable=[0])
     for rank in (1, 2):
         said = (tmp_path / f"out{rank}").read_text()
