@@ -744,7 +744,9 @@ MUTANTS = (
     Mutant(
         "liveness-a-wait-forgets-deaths",
         "A wait looks whether a rank has closed, and not whether it is dead. Where a rank is killed the others wait for the whole time limit, ten minutes.",
-        ("tests/liveness/test_faults.py::test_a_rank_that_is_hurt_is_named_by_all_others[rank 1-scatter.added-kill-endless]",),
+        (
+            "tests/liveness/test_faults.py::test_a_rank_that_is_hurt_is_named_by_all_others[rank 1-scatter.added-kill-endless]",
+        ),
         "odc/rank/waiting.py",
         (
             (

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import ThreadExchange, begin, run_threads, values
+from thread_ranks import ThreadExchange, begin, run_runtimes
 from watching import until
 
-from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
+from odc import OdcError, ParamSlice, ProtocolError, Runtime, UnitSpec
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.transports._frames import Frame
 from odc.transports._link import Link
@@ -28,14 +28,6 @@ UNITS = [
     UnitSpec("pushed", NUMEL, torch.float32, (ParamSlice("w", NUMEL - 10), ParamSlice("b", 10))),
     UnitSpec("untouched", NUMEL, torch.float32, (ParamSlice("w", NUMEL),)),
 ]
-LIMIT_S = 20.0
-
-
-def create(exchange: ThreadExchange, mode: dict[str, Any]) -> Runtime:
-    options = dict(mode)
-    if options.pop("hosts", 1) > 1:
-        options["host_id"] = f"host{exchange.rank}"
-    return Runtime.create(exchange, UNITS, RuntimeConfig(timeout_s=LIMIT_S, **options))
 
 
 def gradients(seed: int) -> torch.Tensor:
@@ -108,38 +100,36 @@ DIRECT = [
 def test_a_push_of_another_minibatch_is_refused_and_changes_no_sum(mode: dict[str, Any]) -> None:
     """Late, early, and long past, to a unit that has been pushed and to one that has not; in minibatch 3."""
 
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, mode) as runtime:
-            in_minibatch(runtime, exchange, 3)
-            before = sums_of(runtime, 3)
-            assert before == [(expected_sum(exchange.rank, 3), [True, True]), None]
-            for number in (2, 4, 1, 0):
-                for unit, flags in ((0, [True, True]), (1, [True])):
-                    words = f"for minibatch {number}, unit '{UNITS[unit].name}', refused by rank [01]"
-                    with pytest.raises(ProtocolError, match=words):
-                        push_to(runtime, 1 - exchange.rank, unit, flags, number)
-            exchange.all_gather(b"")
-            assert sums_of(runtime, 3) == before
-            runtime.finish()
-            assert sums_of(runtime, 3) == before
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        in_minibatch(runtime, exchange, 3)
+        before = sums_of(runtime, 3)
+        assert before == [(expected_sum(exchange.rank, 3), [True, True]), None]
+        for number in (2, 4, 1, 0):
+            for unit, flags in ((0, [True, True]), (1, [True])):
+                words = f"for minibatch {number}, unit '{UNITS[unit].name}', refused by rank [01]"
+                with pytest.raises(ProtocolError, match=words):
+                    push_to(runtime, 1 - exchange.rank, unit, flags, number)
+        exchange.all_gather(b"")
+        assert sums_of(runtime, 3) == before
+        runtime.finish()
+        assert sums_of(runtime, 3) == before
 
-    values(run_threads(2, body))
+    run_runtimes(2, UNITS, body, **mode)
 
 
 @pytest.mark.parametrize("mode", DIRECT)
 def test_a_push_that_comes_after_the_end_does_not_change_gradients_that_are_in_use(mode: dict[str, Any]) -> None:
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, mode) as runtime:
-            in_minibatch(runtime, exchange, 1)
-            runtime.finish()
-            exchange.all_gather(b"")
-            if exchange.rank == 1:
-                with pytest.raises(ProtocolError, match="its sum of minibatch 1 is final"):
-                    push_to(runtime, 0, 0, [True, True], 1)
-            exchange.all_gather(b"")
-            assert sums_of(runtime, 1) == [(expected_sum(exchange.rank, 1), [True, True]), None]
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        in_minibatch(runtime, exchange, 1)
+        runtime.finish()
+        exchange.all_gather(b"")
+        if exchange.rank == 1:
+            with pytest.raises(ProtocolError, match="its sum of minibatch 1 is final"):
+                push_to(runtime, 0, 0, [True, True], 1)
+        exchange.all_gather(b"")
+        assert sums_of(runtime, 1) == [(expected_sum(exchange.rank, 1), [True, True]), None]
 
-    values(run_threads(2, body))
+    run_runtimes(2, UNITS, body, **mode)
 
 
 # Fault test 19, where the owner's daemon adds: slots on one host and across hosts
@@ -167,17 +157,16 @@ def announce(runtime: Runtime) -> None:
 def refused_by_daemon(mode: dict[str, Any], number: int, wrong: Callable[[Runtime], None], words: str) -> None:
     """In minibatch ``number`` rank 1 does ``wrong``: rank 0 fails with ``words``, rank 1 is told, no sum changes."""
 
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, mode) as runtime:
-            in_minibatch(runtime, exchange, number)
-            before = sums_of(runtime, number)
-            assert before == [(expected_sum(exchange.rank, number), [True, True]), None]
-            exchange.all_gather(b"")
-            does_wrong(runtime, exchange, wrong)
-            assert sums_of(runtime, number) == before
-            assert_failed(runtime, exchange, words)
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        in_minibatch(runtime, exchange, number)
+        before = sums_of(runtime, number)
+        assert before == [(expected_sum(exchange.rank, number), [True, True]), None]
+        exchange.all_gather(b"")
+        does_wrong(runtime, exchange, wrong)
+        assert sums_of(runtime, number) == before
+        assert_failed(runtime, exchange, words)
 
-    values(run_threads(2, body))
+    run_runtimes(2, UNITS, body, **mode)
 
 
 def does_wrong(runtime: Runtime, exchange: ThreadExchange, wrong: Callable[[Runtime], None]) -> None:
@@ -228,14 +217,13 @@ def test_a_slot_that_is_announced_twice_is_added_once(mode: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("mode", DAEMONS)
 def test_a_slot_that_is_announced_before_it_was_ever_filled_is_refused(mode: dict[str, Any]) -> None:
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, mode) as runtime:
-            begin(runtime)
-            does_wrong(runtime, exchange, announce)
-            assert sums_of(runtime, 1) == [None, None]
-            assert_failed(runtime, exchange, "rank 1")
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        begin(runtime)
+        does_wrong(runtime, exchange, announce)
+        assert sums_of(runtime, 1) == [None, None]
+        assert_failed(runtime, exchange, "rank 1")
 
-    values(run_threads(2, body))
+    run_runtimes(2, UNITS, body, **mode)
 
 
 @pytest.mark.parametrize("mode", [*DIRECT, *DAEMONS])
@@ -245,22 +233,21 @@ def test_a_push_that_comes_before_the_owner_has_published_the_unit_is_refused(mo
     def push(runtime: Runtime) -> None:
         push_to(runtime, 0, 0, [True, True], 2)
 
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, mode) as runtime:
-            in_minibatch(runtime, exchange, 1)
-            runtime.finish()
-            before = sums_of(runtime, 1)
-            assert before == [(expected_sum(exchange.rank, 1), [True, True]), None]
-            exchange.all_gather(b"")
-            if runtime._daemon is not None:
-                does_wrong(runtime, exchange, push)
-            elif exchange.rank == 1:
-                with pytest.raises(ProtocolError, match="push of rank 1 for minibatch 2, unit 'pushed', refused"):
-                    push(runtime)
-            exchange.all_gather(b"")
-            assert sums_of(runtime, 1) == before
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        in_minibatch(runtime, exchange, 1)
+        runtime.finish()
+        before = sums_of(runtime, 1)
+        assert before == [(expected_sum(exchange.rank, 1), [True, True]), None]
+        exchange.all_gather(b"")
+        if runtime._daemon is not None:
+            does_wrong(runtime, exchange, push)
+        elif exchange.rank == 1:
+            with pytest.raises(ProtocolError, match="push of rank 1 for minibatch 2, unit 'pushed', refused"):
+                push(runtime)
+        exchange.all_gather(b"")
+        assert sums_of(runtime, 1) == before
 
-    values(run_threads(2, body))
+    run_runtimes(2, UNITS, body, **mode)
 
 
 class Recorder:
@@ -300,22 +287,21 @@ def test_a_push_that_is_repeated_on_the_wire_is_added_once(
     def link_of(runtime: Runtime) -> Link:
         return runtime._transport._links.by_rank[0]  # type: ignore[union-attr]
 
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, {"hosts": 2, "deterministic": deterministic}) as runtime:
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        begin(runtime)
+        exchange.all_gather(b"")  # by hand nobody waits for the owner's sums to be open
+        if exchange.rank == 1:
+            recorder.record(link_of(runtime), lambda: push_to(runtime, 0, 0, [True, True], 1))
+            drain(runtime)
+        exchange.all_gather(b"")
+        if later:
+            runtime.finish()
             begin(runtime)
-            exchange.all_gather(b"")  # by hand nobody waits for the owner's sums to be open
-            if exchange.rank == 1:
-                recorder.record(link_of(runtime), lambda: push_to(runtime, 0, 0, [True, True], 1))
-                drain(runtime)
-            exchange.all_gather(b"")
-            if later:
-                runtime.finish()
-                begin(runtime)
-            before = sums_of(runtime, 1 + later)
-            if exchange.rank == 0:
-                assert before == [None if later else (bits(gradients(99)[:NUMEL]), [True, True]), None]
-            does_wrong(runtime, exchange, lambda runtime: recorder.repeat(link_of(runtime)))
-            assert sums_of(runtime, 1 + later) == before
-            assert_failed(runtime, exchange, "rank 1")
+        before = sums_of(runtime, 1 + later)
+        if exchange.rank == 0:
+            assert before == [None if later else (bits(gradients(99)[:NUMEL]), [True, True]), None]
+        does_wrong(runtime, exchange, lambda runtime: recorder.repeat(link_of(runtime)))
+        assert sums_of(runtime, 1 + later) == before
+        assert_failed(runtime, exchange, "rank 1")
 
-    values(run_threads(2, body))
+    run_runtimes(2, UNITS, body, hosts=2, deterministic=deterministic)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import training
 from process_ranks import across, assert_all_say, run_ranks, start_ranks
-from test_faults_pushes import LIMIT_S, NUMEL, create
-from thread_ranks import ThreadExchange, begin, publish_all, run_threads, sum_of, values
+from test_faults_pushes import NUMEL, UNITS
+from thread_ranks import ThreadExchange, begin, publish_all, run_runtimes, sum_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,6 +39,7 @@ from odc import AbortedError, OdcError, PeerClosedError, ProtocolError, Runtime,
 from odc.minibatch.state import Phase
 
 EXTENDED = pytest.mark.extended
+LIMIT_S = 20.0
 
 # Fault test 18: a rank that leaves, wherever it is in its minibatch
 
@@ -74,65 +75,61 @@ def leave(runtime: Runtime, world_size: int, when: str) -> None:
     runtime.close()
 
 
-@pytest.mark.parametrize("mode", [{}, {"accumulate": "daemon"}, {"hosts": 2}], ids=["direct", "daemon", "tcp"])
+@pytest.mark.parametrize("mode", [{}, {"accumulate": "daemon"}, {"hosts": 3}], ids=["direct", "daemon", "tcp"])
 @pytest.mark.parametrize("when", LEAVING)
 def test_a_rank_that_leaves_early_is_named_with_the_minibatch(when: str, mode: dict[str, Any]) -> None:
     """Rank 1 ends its training in minibatch 3, without a mistake; the others want to go on."""
 
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, mode) as runtime:
-            if exchange.rank == 1:
-                go_on(runtime, exchange.world_size, 2)
-                leave(runtime, exchange.world_size, when)
-                return
-            with pytest.raises((PeerClosedError, AbortedError)) as caught:
-                go_on(runtime, exchange.world_size, 3)  # or told of it while it still waits for the end of minibatch 2
-            assert "rank 1 (host" in str(caught.value)
-            assert "minibatch 3" in str(caught.value)
-            assert runtime.minibatch in (2, 3)
-            if runtime.state.phase is Phase.FINISHED:  # told by the other one before it had published
-                assert runtime.minibatch == 2
-                assert runtime.state.is_published(0) or sum_is_whole(
-                    runtime
-                )  # published, it is open to the others again
-                return
-            with pytest.raises(ProtocolError, match="is not final"):
-                runtime.gradient(0)
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        if exchange.rank == 1:
+            go_on(runtime, exchange.world_size, 2)
+            leave(runtime, exchange.world_size, when)
+            return
+        with pytest.raises((PeerClosedError, AbortedError)) as caught:
+            go_on(runtime, exchange.world_size, 3)  # or told of it while it still waits for the end of minibatch 2
+        assert "rank 1 (host" in str(caught.value)
+        assert "minibatch 3" in str(caught.value)
+        assert runtime.minibatch in (2, 3)
+        if runtime.state.phase is Phase.FINISHED:  # told by the other one before it had published
+            assert runtime.minibatch == 2
+            assert runtime.state.is_published(0) or sum_is_whole(runtime)  # published, it is open to the others again
+            return
+        with pytest.raises(ProtocolError, match="is not final"):
+            runtime.gradient(0)
 
-    values(run_threads(3, body))
+    run_runtimes(3, UNITS, body, **mode)
 
 
 def test_who_still_waits_for_the_end_of_a_minibatch_may_hear_of_a_failure_in_the_next_one() -> None:
     """A failure ends every wait, also one for what has come meanwhile: its sum is never used."""
     waits = threading.Event()
 
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, {}) as runtime:
-            minibatch(runtime, exchange.world_size)
-            if exchange.rank != 2:
-                runtime.faults.hit = lambda point: point == "finish.before_done" and waits.wait(LIMIT_S)  # type: ignore[method-assign,assignment]
-                with contextlib.suppress(AbortedError):  # rank 1 may hear of it, too
-                    minibatch(runtime, exchange.world_size)
-                if exchange.rank == 0:
-                    runtime.abort(ValueError("no more"))
-                return
-
-            points: list[str] = []
-
-            def hear(point: str) -> None:
-                points.append(point)
-                if point == "wait" and "finish.before_done" in points:
-                    waits.set()
-                    until(lambda: runtime._waiter.job.abort_notice() is not None, "rank 0 has not failed")
-
-            runtime.faults.hit = hear  # type: ignore[method-assign]
-            with pytest.raises(AbortedError, match=r"because rank 0 .*: ValueError: no more"):
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        minibatch(runtime, exchange.world_size)
+        if exchange.rank != 2:
+            runtime.faults.hit = lambda point: point == "finish.before_done" and waits.wait(LIMIT_S)  # type: ignore[method-assign,assignment]
+            with contextlib.suppress(AbortedError):  # rank 1 may hear of it, too
                 minibatch(runtime, exchange.world_size)
-            assert runtime.minibatch == 2
-            with pytest.raises(ProtocolError, match="is not final"):
-                runtime.gradient(0)
+            if exchange.rank == 0:
+                runtime.abort(ValueError("no more"))
+            return
 
-    values(run_threads(3, body))
+        points: list[str] = []
+
+        def hear(point: str) -> None:
+            points.append(point)
+            if point == "wait" and "finish.before_done" in points:
+                waits.set()
+                until(lambda: runtime._waiter.job.abort_notice() is not None, "rank 0 has not failed")
+
+        runtime.faults.hit = hear  # type: ignore[method-assign]
+        with pytest.raises(AbortedError, match=r"because rank 0 .*: ValueError: no more"):
+            minibatch(runtime, exchange.world_size)
+        assert runtime.minibatch == 2
+        with pytest.raises(ProtocolError, match="is not final"):
+            runtime.gradient(0)
+
+    run_runtimes(3, UNITS, body)
 
 
 def sum_is_whole(runtime: Runtime) -> bool:
@@ -140,13 +137,12 @@ def sum_is_whole(runtime: Runtime) -> bool:
 
 
 def test_another_ranks_failure_stays_one_whichever_thread_has_heard_of_it() -> None:
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, {}) as runtime:
-            runtime.abort(AbortedError("rank 0 aborted because rank 1 (pid 7): no more"))  # as the daemon does
-            with pytest.raises(AbortedError, match=r"rank 0 aborted because rank 1 \(pid 7\): no more"):
-                publish_all(runtime)
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        runtime.abort(AbortedError("rank 0 aborted because rank 1 (pid 7): no more"))  # as the daemon does
+        with pytest.raises(AbortedError, match=r"rank 0 aborted because rank 1 \(pid 7\): no more"):
+            publish_all(runtime)
 
-    values(run_threads(1, body))
+    run_runtimes(1, UNITS, body)
 
 
 # Fault test 18: the loops of a script, each rank with its own

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_ranks import ThreadExchange, begin, run_threads, sum_of, values
+from thread_ranks import ThreadExchange, begin, run_runtimes, run_threads, sum_of, values
 
 from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.errors import FaultInjected
@@ -47,19 +47,18 @@ def test_sums_equal_an_independent_sum(mode: dict, data: st.DataObject) -> None:
         )
     )
 
-    def body(exchange: ThreadExchange) -> None:
-        with Runtime.create(exchange, UNITS, RuntimeConfig(timeout_s=10, **mode)) as runtime:
-            for k in range(3):
-                begin(runtime)
-                for unit, present, value in pushes[k][exchange.rank]:
-                    numel = sum(p.numel for p, here in zip(UNITS[unit].params, present, strict=True) if here)
-                    grads = torch.arange(numel * world_size, dtype=torch.float32).remainder(7) + value
-                    runtime.scatter_accumulate(unit, grads.to(UNITS[unit].grad_dtype), present=present)
-                runtime.finish()
-                for unit in range(4):
-                    compare(runtime, unit, exchange.rank, pushes[k], world_size)
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        for k in range(3):
+            begin(runtime)
+            for unit, present, value in pushes[k][exchange.rank]:
+                numel = sum(p.numel for p, here in zip(UNITS[unit].params, present, strict=True) if here)
+                grads = torch.arange(numel * world_size, dtype=torch.float32).remainder(7) + value
+                runtime.scatter_accumulate(unit, grads.to(UNITS[unit].grad_dtype), present=present)
+            runtime.finish()
+            for unit in range(4):
+                compare(runtime, unit, exchange.rank, pushes[k], world_size)
 
-    values(run_threads(world_size, body))
+    run_runtimes(world_size, UNITS, body, **mode)
 
 
 def compare(runtime: Runtime, unit: int, owner: int, pushes: list, world_size: int) -> None:
@@ -96,91 +95,87 @@ INTERRUPTED = [
 @pytest.mark.parametrize(("mode", "point", "number"), INTERRUPTED)
 def test_an_interrupted_push_gets_into_no_step(mode: dict, point: str, number: int) -> None:
     """Rank 1 fails in its second push, whose minibatch then never ends; the lock of rank 0 is free."""
+
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        begin(runtime)
+        if exchange.rank == 0:
+            runtime.scatter_accumulate(0, torch.ones(18))
+        exchange.all_gather(b"")
+        if exchange.rank == 1:
+            runtime.scatter_accumulate(0, torch.ones(18))
+            with pytest.raises(FaultInjected):
+                runtime.scatter_accumulate(0, torch.full((18,), 1e3))
+        exchange.all_gather(b"")
+        with pytest.raises(OdcError, match="rank 1.*FaultInjected"):
+            runtime.finish()
+        with pytest.raises(ProtocolError, match="is not final"):
+            runtime.gradient(0)
+        if not mode:
+            assert runtime._transport.peers.blocks[0].holder(0) is None
+        exchange.all_gather(b"")
+
     # Rank 1 adds at owner 0, then at itself: the third pass is its second push to rank 0. A slot's push is for both.
-    config = RuntimeConfig(timeout_s=10, fault=f"rank=1,point={point},at={number},do=raise", **mode)
-
-    def body(exchange: ThreadExchange) -> None:
-        with Runtime.create(exchange, UNITS[1:2], config) as runtime:
-            begin(runtime)
-            if exchange.rank == 0:
-                runtime.scatter_accumulate(0, torch.ones(18))
-            exchange.all_gather(b"")
-            if exchange.rank == 1:
-                runtime.scatter_accumulate(0, torch.ones(18))
-                with pytest.raises(FaultInjected):
-                    runtime.scatter_accumulate(0, torch.full((18,), 1e3))
-            exchange.all_gather(b"")
-            with pytest.raises(OdcError, match="rank 1.*FaultInjected"):
-                runtime.finish()
-            with pytest.raises(ProtocolError, match="is not final"):
-                runtime.gradient(0)
-            if not mode:
-                assert runtime._transport.peers.blocks[0].holder(0) is None
-            exchange.all_gather(b"")
-
-    values(run_threads(2, body))
+    fault = f"rank=1,point={point},at={number},do=raise"
+    run_runtimes(2, UNITS[1:2], body, fault=fault, **mode)
 
 
 def test_who_finds_the_lock_of_a_sum_taken_waits_for_it() -> None:
-    def body(exchange: ThreadExchange) -> None:
-        with Runtime.create(exchange, UNITS[1:2], RuntimeConfig(timeout_s=10)) as runtime:
-            begin(runtime)
-            peers = runtime._transport.peers
-            assert exchange.rank == 1 or peers.blocks[0].try_lock(0, 0)
-            exchange.all_gather(b"")
-            if exchange.rank == 1:
-                runtime.scatter_accumulate(0, torch.ones(18))
-            else:
-                deadline = time.monotonic() + 10
-                while peers.by_rank[1].waiting_on is None and runtime._store.collect(0, 1) is None:
-                    assert time.monotonic() < deadline
-                    time.sleep(1e-3)
-                assert runtime._store.collect(0, 1) is None, "rank 1 has added without the lock"
-                peers.blocks[0].unlock(0)
-            runtime.finish()
-            assert sum_of(runtime).tolist() == [1.0] * 9
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        begin(runtime)
+        peers = runtime._transport.peers
+        assert exchange.rank == 1 or peers.blocks[0].try_lock(0, 0)
+        exchange.all_gather(b"")
+        if exchange.rank == 1:
+            runtime.scatter_accumulate(0, torch.ones(18))
+        else:
+            deadline = time.monotonic() + 10
+            while peers.by_rank[1].waiting_on is None and runtime._store.collect(0, 1) is None:
+                assert time.monotonic() < deadline
+                time.sleep(1e-3)
+            assert runtime._store.collect(0, 1) is None, "rank 1 has added without the lock"
+            peers.blocks[0].unlock(0)
+        runtime.finish()
+        assert sum_of(runtime).tolist() == [1.0] * 9
 
-    values(run_threads(2, body))
+    run_runtimes(2, UNITS[1:2], body)
 
 
 def test_a_slot_is_given_back_when_its_push_has_been_added() -> None:
-    def body(exchange: ThreadExchange) -> None:
-        with Runtime.create(exchange, UNITS[1:2], RuntimeConfig(timeout_s=10, accumulate="daemon")) as runtime:
-            daemon, store, add = runtime._daemon, runtime._store, runtime._store.add_arrived
-            assert daemon is not None
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        daemon, store, add = runtime._daemon, runtime._store, runtime._store.add_arrived
+        assert daemon is not None
 
-            def look(pushes: Sequence[Arrived], *slots: Any) -> None:
-                for push in pushes:
-                    given_back = runtime._transport.count(exchange.rank, daemon._acked_at + push.client)
-                    assert given_back == daemon._handled[push.client], "the slot of a push that is not added yet"
-                add(pushes, *slots)
+        def look(pushes: Sequence[Arrived], *slots: Any) -> None:
+            for push in pushes:
+                given_back = runtime._transport.count(exchange.rank, daemon._acked_at + push.client)
+                assert given_back == daemon._handled[push.client], "the slot of a push that is not added yet"
+            add(pushes, *slots)
 
-            store.add_arrived = look  # type: ignore[method-assign]
-            begin(runtime)
-            for _ in range(5):
-                runtime.scatter_accumulate(0, torch.ones(18))
-            runtime.finish()
-            assert sum_of(runtime).tolist() == [10.0] * 9
+        store.add_arrived = look  # type: ignore[method-assign]
+        begin(runtime)
+        for _ in range(5):
+            runtime.scatter_accumulate(0, torch.ones(18))
+        runtime.finish()
+        assert sum_of(runtime).tolist() == [10.0] * 9
 
-    values(run_threads(2, body))
+    run_runtimes(2, UNITS[1:2], body, accumulate="daemon")
 
 
 def test_shapes_are_checked_before_anything_is_sent() -> None:
-    def body(exchange: ThreadExchange) -> None:
-        with Runtime.create(exchange, UNITS) as runtime:
-            begin(runtime)
-            with pytest.raises(ValueError, match="18 x torch.float32, got shape"):
-                runtime.scatter_accumulate(0, torch.ones(17))
-            with pytest.raises(ValueError, match="push of 'c', grads: expected .* torch.bfloat16"):
-                runtime.scatter_accumulate(2, torch.ones(10))
-            with pytest.raises(ValueError, match="2 flags for 3 parameters"):
-                runtime.scatter_accumulate(0, torch.ones(18), present=[True, False])
-            with pytest.raises(ValueError, match="gather of 'a', out"):
-                runtime.gather(0, torch.ones(12, dtype=torch.bfloat16))
-            runtime.finish()
-            assert all(runtime.gradient(unit) is None for unit in range(4))
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        begin(runtime)
+        with pytest.raises(ValueError, match="18 x torch.float32, got shape"):
+            runtime.scatter_accumulate(0, torch.ones(17))
+        with pytest.raises(ValueError, match="push of 'c', grads: expected .* torch.bfloat16"):
+            runtime.scatter_accumulate(2, torch.ones(10))
+        with pytest.raises(ValueError, match="2 flags for 3 parameters"):
+            runtime.scatter_accumulate(0, torch.ones(18), present=[True, False])
+        with pytest.raises(ValueError, match="gather of 'a', out"):
+            runtime.gather(0, torch.ones(12, dtype=torch.bfloat16))
+        runtime.finish()
+        assert all(runtime.gradient(unit) is None for unit in range(4))
 
-    values(run_threads(2, body))
+    run_runtimes(2, UNITS, body)
 
 
 def test_deterministic_costs_one_gradient_per_rank_and_shared_one_shard() -> None:

@@ -16,12 +16,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_ranks import ThreadExchange, run_threads, sum_of, values
+from thread_ranks import ThreadExchange, create, run_runtimes, run_threads, sum_of, values
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import odc.kernels.chunked
-from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
+from odc import ParamSlice, Runtime, UnitSpec
 from odc.minibatch.daemon import AccumulationDaemon
 from odc.units import Destination, Layout, Rows, segments
 
@@ -170,14 +170,6 @@ MODES = {
 }
 
 
-def create(exchange: ThreadExchange, specs: Sequence[UnitSpec], mode: dict[str, Any]) -> Runtime:
-    options = dict(mode)
-    hosts = options.pop("hosts", 1)
-    if hosts > 1:
-        options["host_id"] = f"host{exchange.rank * hosts // exchange.world_size}"
-    return Runtime.create(exchange, specs, RuntimeConfig(timeout_s=20, **options))
-
-
 def begin(runtime: Runtime) -> None:
     for unit, spec in enumerate(runtime.units):
         numbers = torch.arange(spec.shard_numel) + 1000.0 * runtime.topology.rank + runtime.minibatch
@@ -212,19 +204,18 @@ def test_parts_travel_like_whole_tensors(mode: str, data: st.DataObject) -> None
     of_minibatch = st.lists(of_rank, min_size=world_size, max_size=world_size)
     pushes = data.draw(st.lists(of_minibatch, min_size=3, max_size=3))
 
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, specs_of(units, world_size), MODES[mode]) as runtime:
-            places = [Destination([p.room(world_size, torch.float32) for p in params]) for params, _ in units]
-            for k in range(3):
-                begin(runtime)
-                check_gathers(runtime, places)
-                for push in pushes[k][exchange.rank]:
-                    grads = as_pushed(push, units[push.unit][0], world_size, exchange.rank)
-                    runtime.scatter_accumulate(push.unit, grads, present=push.present)
-                runtime.finish()
-                check_sums(runtime, units, pushes[k], exchange.rank)
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        places = [Destination([p.room(world_size, torch.float32) for p in params]) for params, _ in units]
+        for k in range(3):
+            begin(runtime)
+            check_gathers(runtime, places)
+            for push in pushes[k][exchange.rank]:
+                grads = as_pushed(push, units[push.unit][0], world_size, exchange.rank)
+                runtime.scatter_accumulate(push.unit, grads, present=push.present)
+            runtime.finish()
+            check_sums(runtime, units, pushes[k], exchange.rank)
 
-    values(run_threads(world_size, body))
+    run_runtimes(world_size, specs_of(units, world_size), body, **MODES[mode])
 
 
 @given(params=st.lists(PARAM, min_size=1, max_size=5), world_size=st.integers(1, 4), data=st.data())
@@ -274,19 +265,18 @@ def test_what_a_slot_held_before_is_no_padding(mode: str) -> None:
     params = [Param(3, 2), Param(1, 4)]  # on two ranks: the last owner has one row of two, and none
     units = [(params, torch.float32)]
 
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, specs_of(units, 2), MODES[mode]) as runtime:
-            for _ in range(2):
-                begin(runtime)
-                full = torch.full((2 * 8,), 7.0)
-                short = [params[i].as_rows(torch.ones(params[i].rows, params[i].columns), 2) for i in range(2)]
-                for grads in (full, full, short, short):  # two slots for each client
-                    runtime.scatter_accumulate(0, grads)
-                runtime.finish()
-                lacks = [[False] * 8, [False, False, True, True, True, True, True, True]][exchange.rank]
-                assert sum_of(runtime).tolist() == [28.0 if empty else 32.0 for empty in lacks]
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        for _ in range(2):
+            begin(runtime)
+            full = torch.full((2 * 8,), 7.0)
+            short = [params[i].as_rows(torch.ones(params[i].rows, params[i].columns), 2) for i in range(2)]
+            for grads in (full, full, short, short):  # two slots for each client
+                runtime.scatter_accumulate(0, grads)
+            runtime.finish()
+            lacks = [[False] * 8, [False, False, True, True, True, True, True, True]][exchange.rank]
+            assert sum_of(runtime).tolist() == [28.0 if empty else 32.0 for empty in lacks]
 
-    values(run_threads(2, body))
+    run_runtimes(2, specs_of(units, 2), body, **MODES[mode])
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -303,7 +293,7 @@ def test_sums_of_what_is_sent_in_bf16_have_the_bits_of_float32(mode: str, world_
 
     def body(exchange: ThreadExchange) -> None:
         rank = exchange.rank
-        with create(exchange, specs_of(units, world_size), MODES[mode] | {"deterministic": True}) as runtime:
+        with create(exchange, specs_of(units, world_size), **MODES[mode] | {"deterministic": True}) as runtime:
             transport, sent = runtime._transport, list[int]()
             write = transport.write
             transport.write = lambda *words: sent.append(sum(s.nbytes for s in words[3])) or write(*words)  # type: ignore[assignment, func-returns-value]
@@ -341,17 +331,16 @@ def test_pushes_of_two_dtypes_that_arrive_together_are_added(mode: str, monkeypa
     monkeypatch.setattr(AccumulationDaemon, "_look", look_for_all)
     units = [([Param(3, 5), Param(6, 2)], torch.float32)]
 
-    def body(exchange: ThreadExchange) -> None:
-        with create(exchange, specs_of(units, 3), MODES[mode]) as runtime:
-            dtype = torch.float32 if exchange.rank == 1 else torch.bfloat16
-            for minibatch in range(2):
-                begin(runtime)
-                pushes = [[Push(0, (True, True), 0, False, dtype, minibatch)]] * 3
-                runtime.scatter_accumulate(0, as_pushed(pushes[0][0], units[0][0], 3, exchange.rank))
-                runtime.finish()
-                check_sums(runtime, units, pushes, exchange.rank)
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        dtype = torch.float32 if exchange.rank == 1 else torch.bfloat16
+        for minibatch in range(2):
+            begin(runtime)
+            pushes = [[Push(0, (True, True), 0, False, dtype, minibatch)]] * 3
+            runtime.scatter_accumulate(0, as_pushed(pushes[0][0], units[0][0], 3, exchange.rank))
+            runtime.finish()
+            check_sums(runtime, units, pushes, exchange.rank)
 
-    values(run_threads(3, body))
+    run_runtimes(3, specs_of(units, 3), body, **MODES[mode])
     assert sizes == [3] * 6
 
 
@@ -387,22 +376,21 @@ def test_between_hosts_nothing_lies_between_parameters_and_the_link(case: str, m
     params, dtype, for_gather, for_push = BETWEEN_HOSTS[case]
     units = [(params, torch.float32)]
 
-    def body(exchange: ThreadExchange) -> tuple[list[int], list[int]]:
-        with create(exchange, specs_of(units, 2), MODES[mode]) as runtime:
-            places = [Destination([p.room(2, torch.float32) for p in params])]
-            whole = Push(0, (True,) * len(params), 0, False, dtype, 3)
-            grads = as_pushed(whole, params, 2, exchange.rank)
-            for _ in range(2):  # the first ones look up what stays
-                begin(runtime)
-                with Allocated() as by_gather:
-                    runtime.gather(0, places[0])
-                with Allocated() as by_push:
-                    runtime.scatter_accumulate(0, grads)
-                runtime.finish()
-                check_sums(runtime, units, [[whole], [whole]], exchange.rank)
-            return by_gather.numels, by_push.numels
+    def body(runtime: Runtime, exchange: ThreadExchange) -> tuple[list[int], list[int]]:
+        places = [Destination([p.room(2, torch.float32) for p in params])]
+        whole = Push(0, (True,) * len(params), 0, False, dtype, 3)
+        grads = as_pushed(whole, params, 2, exchange.rank)
+        for _ in range(2):  # the first ones look up what stays
+            begin(runtime)
+            with Allocated() as by_gather:
+                runtime.gather(0, places[0])
+            with Allocated() as by_push:
+                runtime.scatter_accumulate(0, grads)
+            runtime.finish()
+            check_sums(runtime, units, [[whole], [whole]], exchange.rank)
+        return by_gather.numels, by_push.numels
 
-    found = values(run_threads(2, body))
+    found = run_runtimes(2, specs_of(units, 2), body, **MODES[mode])
     assert (
         max(numel for of_rank in found for numels in of_rank for numel in [*numels, 0])
         < specs_of(units, 2)[0].shard_numel

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_ranks import ThreadExchange, of_one_unit, run_threads, sum_of, values
+from thread_ranks import ONE_UNIT, ThreadExchange, of_one_unit, run_runtimes, run_threads, sum_of, values
 
 from odc import AbortedError, MisuseError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.minibatch.accumulators import AccumulatorStore
@@ -277,15 +277,14 @@ def test_pushes_that_nothing_holds_back_are_refused_or_seen(
 
 
 def test_ranks_that_end_a_minibatch_in_different_ways_fail_at_once() -> None:
-    def body(exchange: ThreadExchange) -> str:
-        with of_one_unit(exchange) as runtime:
-            runtime.publish(0, lambda out: out.zero_())
-            runtime.begin()
-            with pytest.raises((ProtocolError, AbortedError)) as caught:
-                runtime.finish(End(EndKind.DISCARD if exchange.rank == 1 else EndKind.USE))
-            return str(caught.value)
+    def body(runtime: Runtime, exchange: ThreadExchange) -> str:
+        runtime.publish(0, lambda out: out.zero_())
+        runtime.begin()
+        with pytest.raises((ProtocolError, AbortedError)) as caught:
+            runtime.finish(End(EndKind.DISCARD if exchange.rank == 1 else EndKind.USE))
+        return str(caught.value)
 
-    for text in values(run_threads(3, body)):
+    for text in run_runtimes(3, ONE_UNIT, body):
         assert "ended minibatch 1 in different ways" in text
         assert "for a step" in text
         assert "to throw it away (discard)" in text
@@ -294,42 +293,40 @@ def test_ranks_that_end_a_minibatch_in_different_ways_fail_at_once() -> None:
 def test_what_a_rank_says_of_its_end_stays_until_all_have_looked() -> None:
     """Rank 1 is done with minibatch 2 before rank 0 looks how it has ended minibatch 1."""
 
-    def body(exchange: ThreadExchange) -> None:
-        with of_one_unit(exchange) as runtime:
-            protocol, look = runtime._protocol, runtime._protocol._check_ends
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        protocol, look = runtime._protocol, runtime._protocol._check_ends
 
-            def look_late() -> None:
-                deadline = time.monotonic() + 10
-                while exchange.rank == 0 and runtime._transport.count(1, protocol._done) < 2:
-                    assert time.monotonic() < deadline
-                    time.sleep(1e-3)
-                look()
+        def look_late() -> None:
+            deadline = time.monotonic() + 10
+            while exchange.rank == 0 and runtime._transport.count(1, protocol._done) < 2:
+                assert time.monotonic() < deadline
+                time.sleep(1e-3)
+            look()
 
-            protocol._check_ends = look_late  # type: ignore[method-assign]
-            for minibatch in (1, 2):
-                runtime.publish(0, lambda out: out.zero_())
-                runtime.begin()
-                runtime.finish(End(notes=(minibatch, 0, 0, 0, 0)))
-                assert [end.notes[0] for end in runtime.ends] == [minibatch] * 2
+        protocol._check_ends = look_late  # type: ignore[method-assign]
+        for minibatch in (1, 2):
+            runtime.publish(0, lambda out: out.zero_())
+            runtime.begin()
+            runtime.finish(End(notes=(minibatch, 0, 0, 0, 0)))
+            assert [end.notes[0] for end in runtime.ends] == [minibatch] * 2
 
-    values(run_threads(2, body))
+    run_runtimes(2, ONE_UNIT, body)
 
 
 def test_a_fast_rank_is_at_most_one_minibatch_ahead() -> None:
     """Rank 0 runs nothing and never waits for parameters; it still cannot end minibatch k + 1 before rank 1 ends k."""
     ends: dict[tuple[int, int], float] = {}
 
-    def body(exchange: ThreadExchange) -> None:
-        with of_one_unit(exchange) as runtime:
-            for minibatch in range(1, 4):
-                runtime.publish(0, lambda out: out.zero_())
-                runtime.begin()
-                if exchange.rank == 1:
-                    time.sleep(0.05)
-                runtime.finish()
-                ends[exchange.rank, minibatch] = time.monotonic()
+    def body(runtime: Runtime, exchange: ThreadExchange) -> None:
+        for minibatch in range(1, 4):
+            runtime.publish(0, lambda out: out.zero_())
+            runtime.begin()
+            if exchange.rank == 1:
+                time.sleep(0.05)
+            runtime.finish()
+            ends[exchange.rank, minibatch] = time.monotonic()
 
-    values(run_threads(2, body))
+    run_runtimes(2, ONE_UNIT, body)
     assert all(ends[0, k + 1] >= ends[1, k] for k in (1, 2))
 
 
@@ -339,26 +336,25 @@ def test_who_has_changed_nothing_waits_for_nobody(hosts: int) -> None:
     for its parameters are what they were and its sums are open."""
     is_through = threading.Event()
 
-    def body(exchange: ThreadExchange) -> list[float]:
-        with of_one_unit(exchange, host_id=f"host{exchange.rank}" if hosts > 1 else "") as runtime:
-            out = torch.empty(8)
-            runtime.publish(0, lambda shard: shard.fill_(exchange.rank + 1.0))
-            runtime.begin()
-            runtime.finish()
-            runtime.open_sums()
-            if exchange.rank == 1:
-                assert is_through.wait(10), "rank 0 waits for a rank that has changed nothing"
-            runtime.publish(0, None)
-            runtime.begin()
-            if exchange.rank == 0:
-                runtime.gather(0, out)
-                runtime.scatter_accumulate(0, torch.ones(8))
-                is_through.set()
-            runtime.finish()
-            assert sum_of(runtime).tolist() == [1.0] * 4
-            return out.tolist()
+    def body(runtime: Runtime, exchange: ThreadExchange) -> list[float]:
+        out = torch.empty(8)
+        runtime.publish(0, lambda shard: shard.fill_(exchange.rank + 1.0))
+        runtime.begin()
+        runtime.finish()
+        runtime.open_sums()
+        if exchange.rank == 1:
+            assert is_through.wait(10), "rank 0 waits for a rank that has changed nothing"
+        runtime.publish(0, None)
+        runtime.begin()
+        if exchange.rank == 0:
+            runtime.gather(0, out)
+            runtime.scatter_accumulate(0, torch.ones(8))
+            is_through.set()
+        runtime.finish()
+        assert sum_of(runtime).tolist() == [1.0] * 4
+        return out.tolist()
 
-    assert values(run_threads(2, body))[0] == [1.0] * 4 + [2.0] * 4
+    assert run_runtimes(2, ONE_UNIT, body, hosts=hosts)[0] == [1.0] * 4 + [2.0] * 4
 
 
 def test_operations_out_of_turn_are_refused_and_say_what_to_do() -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -102,10 +102,35 @@ def values(results: list[T | BaseException]) -> list[T]:
     return [r for r in results if not isinstance(r, BaseException)]
 
 
+ONE_UNIT = [UnitSpec("u", 4, torch.float32, (ParamSlice("w", 4),))]
+
+
 def of_one_unit(exchange: ThreadExchange, numel: int = 4, *, timeout_s: float = 10, **options: Any) -> Runtime:
     """Of one parameter."""
     unit = UnitSpec("u", numel, torch.float32, (ParamSlice("w", numel),))
     return Runtime.create(exchange, [unit], RuntimeConfig(timeout_s=timeout_s, **options))
+
+
+def create(exchange: ThreadExchange, units: Sequence[UnitSpec], *, hosts: int = 1, **options: Any) -> Runtime:
+    """Ranks pose as those of so many hosts."""
+    host_id = f"host{exchange.rank * hosts // exchange.world_size}" if hosts > 1 else ""
+    return Runtime.create(exchange, units, RuntimeConfig(timeout_s=20, host_id=host_id, **options))
+
+
+def run_runtimes(
+    world_size: int,
+    units: Sequence[UnitSpec],
+    body: Callable[[Runtime, ThreadExchange], T],
+    **options: Any,
+) -> list[T]:
+    """What ``body`` returns on each rank, with a runtime of :func:`create` that is closed behind it. The first failure
+    is raised."""
+
+    def run(exchange: ThreadExchange) -> T:
+        with create(exchange, units, **options) as runtime:
+            return body(runtime, exchange)
+
+    return values(run_threads(world_size, run))
 
 
 def sum_of(runtime: Runtime, unit: int = 0) -> torch.Tensor:
