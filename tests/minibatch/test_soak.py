@@ -23,7 +23,7 @@ import streamed_minibatches
 import test_protocol
 import torch
 from process_ranks import across, run_ranks
-from thread_ranks import ThreadExchange, begin, run_threads, sum_of, values
+from thread_ranks import ThreadExchange, begin, create, run_runtimes, run_threads, sum_of, values
 
 from odc import OdcError, ParamSlice, Runtime, RuntimeConfig, UnitSpec
 from odc.setup.agreement import ProcessGroupExchange
@@ -35,6 +35,8 @@ from odc.transports.cuda_ipc import CudaIpcTransport
 from odc.transports.nvshmem import NvshmemTransport
 
 pytestmark = pytest.mark.usefixtures("fakes")
+EXTENDED = pytest.mark.extended
+DAEMON = {"accumulate": "daemon", "deterministic": True}
 
 
 def units_of(numel: int, number: int = 2) -> list[UnitSpec]:
@@ -136,25 +138,27 @@ def assert_constant(
         assert resident_bytes < allowed_bytes
 
 
-def test_a_few_runtimes_leave_nothing() -> None:
-    """A leaked buffer of each would be 10 MiB, and 10 mappings. So few leave the heap unsettled."""
-    assert_constant(run_ranks(2, create_and_close, 5, 10, {}), 2 * UNIT_BYTES, 9)
+FEW = (5, 10, 2 * UNIT_BYTES, 9)
+"""Runtimes before it is counted and after, and what may grow. A leaked buffer of each would be 10 MiB, and 10 mappings.
+So few leave the heap unsettled."""
 
 
-def test_a_few_runtimes_across_hosts_leave_nothing() -> None:
-    assert_constant(run_ranks(2, across, 2, create_and_close, 5, 10, {}), 2 * UNIT_BYTES, 9)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("options", [{}, {"accumulate": "daemon", "deterministic": True}], ids=["direct", "daemon"])
-def test_two_hundred_runtimes_leave_nothing(options: dict[str, Any]) -> None:
-    """With 3 KB left behind by each, 512 KB."""
-    assert_constant(run_ranks(2, create_and_close, SETTLED, 200, options, timeout_s=600))
-
-
-@pytest.mark.extended
-def test_a_hundred_runtimes_across_hosts_leave_nothing() -> None:
-    assert_constant(run_ranks(2, across, 2, create_and_close, SETTLED, 100, {}, timeout_s=600))
+@pytest.mark.parametrize(
+    ("hosts", "options", "warm_up", "number", "allowed_bytes", "allowed_mappings"),
+    [
+        pytest.param(1, {}, *FEW, id="a few"),
+        pytest.param(2, {}, *FEW, id="a few-tcp"),
+        # With 3 KB left behind by each, 512 KB.
+        pytest.param(1, {}, SETTLED, 200, 512 << 10, 4, id="many", marks=EXTENDED),
+        pytest.param(1, DAEMON, SETTLED, 200, 512 << 10, 4, id="many-daemon", marks=EXTENDED),
+        pytest.param(2, {}, SETTLED, 100, 512 << 10, 4, id="many-tcp", marks=EXTENDED),
+    ],
+)
+def test_runtimes_leave_nothing(
+    hosts: int, options: dict[str, Any], warm_up: int, number: int, allowed_bytes: int, allowed_mappings: int
+) -> None:
+    growths = run_ranks(2, across, hosts, create_and_close, warm_up, number, options, timeout_s=600)
+    assert_constant(growths, allowed_bytes, allowed_mappings)
 
 
 # Fault test 25: many microbatches
@@ -177,21 +181,16 @@ def many_microbatches(rank: int, world_size: int, number: int, options: dict[str
 MODES = [
     pytest.param(1, {}, id="direct"),
     pytest.param(1, {"accumulate": "daemon"}, id="daemon"),
-    pytest.param(1, {"deterministic": True}, id="deterministic", marks=pytest.mark.extended),
+    pytest.param(1, {"deterministic": True}, id="deterministic", marks=EXTENDED),
     pytest.param(2, {}, id="tcp"),
 ]
 
 
 @pytest.mark.parametrize(("hosts", "options"), MODES)
-def test_many_microbatches_are_counted_and_leave_nothing(hosts: int, options: dict[str, Any]) -> None:
-    assert_constant(run_ranks(2, across, hosts, many_microbatches, 1000, options))
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(("hosts", "options"), MODES)
-def test_twenty_thousand_microbatches_are_counted_and_leave_nothing(hosts: int, options: dict[str, Any]) -> None:
-    """With 30 bytes left behind by each, 600 KB."""
-    assert_constant(run_ranks(2, across, hosts, many_microbatches, 20_000, options, timeout_s=800))
+@pytest.mark.parametrize("number", [1000, pytest.param(20_000, marks=EXTENDED)])
+def test_many_microbatches_are_counted_and_leave_nothing(hosts: int, options: dict[str, Any], number: int) -> None:
+    """With 30 bytes left behind by each of the larger number, 600 KB."""
+    assert_constant(run_ranks(2, across, hosts, many_microbatches, number, options, timeout_s=800))
 
 
 # Fault test 25: counters near their limits
@@ -239,7 +238,7 @@ LIMITS = [2**31 - 3, 2**32 - 3, 2**53 - 3]
 @pytest.mark.parametrize(
     ("number", "hosts", "mode"),
     [  # each mode at one limit at least, those that count most at all of them
-        pytest.param(number, hosts, mode, marks=() if number == LIMITS[1] or not mode[1] else pytest.mark.extended)
+        pytest.param(number, hosts, mode, marks=() if number == LIMITS[1] or not mode[1] else EXTENDED)
         for number in LIMITS
         for hosts, mode in (
             *((1, mode) for mode in test_protocol.MODES),
@@ -286,20 +285,18 @@ def test_a_word_to_sleep_on_wraps(start: int) -> None:
 def test_a_rank_that_has_not_looked_for_long_reads_the_right_version(hosts: int) -> None:
     """Signals wait unread where a rank has no microbatch."""
 
-    def body(exchange: ThreadExchange) -> int:
-        config = RuntimeConfig(timeout_s=20, host_id=f"host{exchange.rank}" if hosts > 1 else "")
-        with Runtime.create(exchange, units_of(16), config) as runtime:
-            for _ in range(300):
-                begin(runtime)
-                runtime.finish()
-            exchange.all_gather(b"")
-            posted = runtime._transport.count(1 - exchange.rank, 0)
-            exchange.all_gather(b"")
-            train(runtime, 3)
-            exchange.all_gather(b"")
-            return posted
+    def body(runtime: Runtime, exchange: ThreadExchange) -> int:
+        for _ in range(300):
+            begin(runtime)
+            runtime.finish()
+        exchange.all_gather(b"")
+        posted = runtime._transport.count(1 - exchange.rank, 0)
+        exchange.all_gather(b"")
+        train(runtime, 3)
+        exchange.all_gather(b"")
+        return posted
 
-    assert values(run_threads(2, body)) == [300, 300]
+    assert run_runtimes(2, units_of(16), body, hosts=hosts) == [300, 300]
 
 
 def test_what_is_counted_travels_in_64_bits() -> None:
@@ -342,12 +339,8 @@ CLOSABLE = [
 @pytest.mark.parametrize("options", CLOSABLE)
 @pytest.mark.parametrize("within", [False, True], ids=["after a minibatch", "within one"])
 def test_a_closed_runtime_can_be_closed_again_and_not_used(options: dict[str, Any], within: bool) -> None:
-    options = dict(options)
-    hosts = options.pop("hosts", 1)
-
     def body(exchange: ThreadExchange) -> None:
-        config = RuntimeConfig(timeout_s=20, host_id=f"host{exchange.rank}" if hosts > 1 else "", **options)
-        runtime = Runtime.create(exchange, units_of(16), config)
+        runtime = create(exchange, units_of(16), **options)
         train(runtime)
         if within:
             begin(runtime)
@@ -372,7 +365,7 @@ def test_a_closed_runtime_can_be_closed_again_and_not_used(options: dict[str, An
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["shared", "per-client"])
 def test_what_a_closed_runtime_has_given_out_stays_readable(options: dict[str, Any]) -> None:
     def body(exchange: ThreadExchange) -> None:
-        runtime = Runtime.create(exchange, units_of(1 << 20, 1), RuntimeConfig(timeout_s=20, **options))
+        runtime = create(exchange, units_of(1 << 20, 1), **options)
         train(runtime)
         kept, shard = sum_of(runtime), runtime.published_shard(0)
         exchange.all_gather(b"")

@@ -10,7 +10,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any
@@ -102,6 +102,14 @@ class Pair:
             data += part
         return data
 
+    @contextlib.contextmanager
+    def answering(self, answer: Callable[[Frame], object]) -> Iterator[None]:
+        """A thread at the other end answers the next request meanwhile."""
+        thread = threading.Thread(target=lambda: answer(Frame.unpack(self.receive(self.far, HEADER.size))))
+        thread.start()
+        yield
+        thread.join()
+
     def receive_control(self) -> Frame:
         """The next control frame that is not about how the link's rank is doing."""
         while (frame := Frame.unpack(self.receive(self.control, HEADER.size))).kind is Kind.STATUS:
@@ -183,15 +191,11 @@ def test_an_answer_longer_than_asked_for_is_refused() -> None:
     with Pair() as pair:
         target = bytearray(4)
 
-        def answer() -> None:
-            request = Frame.unpack(pair.receive(pair.far, HEADER.size))
+        def answer(request: Frame) -> None:
             pair.far.sendall(Frame(Kind.DATA, a=2, b=3, c=request.c).pack() + b"xyz")
 
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(PeerDiedError, match="3 bytes that nobody had asked for"):
+        with pair.answering(answer), pytest.raises(PeerDiedError, match="3 bytes that nobody had asked for"):
             pair.link.read(0, 0, [memoryview(target)], no_op)
-        thread.join()
         assert target == bytearray(4)
 
 
@@ -211,18 +215,15 @@ def test_memory_in_several_pieces_travels_as_if_it_were_one(sizes: list[int]) ->
         assert pair.receive(pair.far, len(data)) == data
         push.join()
 
-        def answer() -> None:
-            request = Frame.unpack(pair.receive(pair.far, HEADER.size))
+        def answer(request: Frame) -> None:
             assert request == Frame(Kind.READ, 0, 5, len(data), request.c)
             for low in range(0, len(data), 3000):
                 part = data[low : low + 3000]
                 pair.far.sendall(Frame(Kind.DATA, a=low, b=len(part), c=request.c).pack() + part)
 
-        answering = threading.Thread(target=answer)
-        answering.start()
         targets = [bytearray(size) for size in sizes]
-        pair.link.read(0, 5, list(map(memoryview, targets)), no_op)
-        answering.join()
+        with pair.answering(answer):
+            pair.link.read(0, 5, list(map(memoryview, targets)), no_op)
         assert b"".join(targets) == data
 
 
@@ -231,15 +232,11 @@ def test_a_read_that_was_given_up_writes_nothing_any_more() -> None:
     with Pair(timeout_s=0.5) as pair:
         targets = [bytearray(4) for _ in range(3)]
 
-        def answer() -> None:
-            request = Frame.unpack(pair.receive(pair.far, HEADER.size))
+        def answer(request: Frame) -> None:
             pair.far.sendall(Frame(Kind.DATA, a=0, b=12, c=request.c).pack() + b"half" + b"ha")
 
-        answering = threading.Thread(target=answer)
-        answering.start()
-        with pytest.raises(PeerSilentError, match="rank 7 has answered nothing for 0.5 s"):
+        with pair.answering(answer), pytest.raises(PeerSilentError, match="rank 7 has answered nothing for 0.5 s"):
             pair.link.read(0, 0, list(map(memoryview, targets)), no_op)
-        answering.join()
         with contextlib.suppress(OSError):
             pair.far.sendall(b"lflate")
         pair.until(lambda: pair.link.data not in pair.thread._selector.get_map())
@@ -256,16 +253,14 @@ def test_a_long_wait_is_warned_of_and_known_to_others(
 ) -> None:
     monkeypatch.setattr(limits, "FIRST_REMINDER_S", 0.4)
     with Pair() as pair:
+        target = bytearray(4)
 
-        def answer() -> None:
-            request = Frame.unpack(pair.receive(pair.far, HEADER.size))
+        def answer(request: Frame) -> None:
             pair.until(lambda: bool(caplog.records))
             pair.far.sendall(Frame(Kind.DATA, a=0, b=4, c=request.c).pack() + b"late")
 
-        thread, target = threading.Thread(target=answer), bytearray(4)
-        thread.start()
-        pair.link.read(0, 0, [memoryview(target)], no_op)
-        thread.join()
+        with pair.answering(answer):
+            pair.link.read(0, 0, [memoryview(target)], no_op)
         assert target == b"late"
         assert pair.owner.waited_for[0] == 7
         assert pair.owner.waited_for[-1] is None
