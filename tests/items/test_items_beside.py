@@ -13,6 +13,7 @@ import pytest
 import torch
 from item_ranks import LIMIT_S, ONE_WAY, WAYS, config_of, reach, read_value, run_ranks_of
 from thread_ranks import ThreadExchange, run_threads, values
+from watching import until
 
 from odc import (
     AbortedError,
@@ -73,10 +74,8 @@ def test_what_a_rank_has_published_is_read_when_it_has_closed(hosts: int) -> Non
         if exchange.rank == 0:
             one.publish(0, [torch.tensor([42])])
             return
-        ends = time.monotonic() + LIMIT_S
-        while items._transport.peers.by_rank[0].state is not PeerState.CLOSED:
-            assert time.monotonic() < ends, "rank 0 has not closed"
-            time.sleep(0.001)
+        peer = items._transport.peers.by_rank[0]
+        until(lambda: peer.state is PeerState.CLOSED, "rank 0 has not closed", LIMIT_S)
         assert read_value(one, 7) == 42
         read_value(one, 8)
 

@@ -10,7 +10,6 @@ import gc
 import os
 import resource
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from faulty_ranks import TIMEOUT
 from process_ranks import RankResult, across, start_ranks
 from training import build, full_parameters, largest_difference, reference, shard, train
+from watching import until
 
 import odc
 from odc import ParamSlice, Runtime, RuntimeConfig, UnitSpec
@@ -187,10 +187,8 @@ def with_little_room(rank: int, world_size: int, limited: list[int], numel: int,
     failure = failure_under(limit, lambda: Runtime.create(exchange, [large], config))
     threading.stack_size(0)
     assert holdings() == before
-    deadline = time.monotonic() + 20  # a thread that has been joined gives its stack back when it is next scheduled
-    while used(resource.RLIMIT_AS) - space >= ROOM // 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert used(resource.RLIMIT_AS) - space < ROOM // 2
+    # A thread that has been joined gives its stack back when it is next scheduled.
+    until(lambda: used(resource.RLIMIT_AS) - space < ROOM // 2, "what was mapped stays mapped", 20.0)
     with Runtime.create(exchange, [small], config) as runtime:
         runtime.publish(0, lambda out: out.fill_(rank))
         runtime.begin()

@@ -7,13 +7,13 @@ import gc
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from thread_ranks import ThreadExchange, of_one_unit, run_threads, values
+from watching import until
 
 from odc import PeerClosedError, Runtime
 from odc.rank.context import Leaving, shut_down
@@ -155,10 +155,7 @@ def test_a_runtime_may_be_collected_in_a_thread_of_its_own(within: str) -> None:
         values(run_threads(2, body))
     finally:
         gc.enable()
-    deadline = time.monotonic() + 30
-    while (names := own_threads()) or descriptors() > before:
-        assert time.monotonic() < deadline, (names, before, descriptors())
-        time.sleep(0.01)
+    until(lambda: not own_threads() and descriptors() <= before, "a thread or a descriptor is left", 30.0)
 
 
 def own_threads() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import ThreadExchange, begin, run_runtimes, run_threads, sum_of, values
+from watching import until
 
 from odc import OdcError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.errors import FaultInjected
@@ -119,6 +119,11 @@ def test_an_interrupted_push_gets_into_no_step(mode: dict, point: str, number: i
     run_runtimes(2, UNITS[1:2], body, fault=fault, **mode)
 
 
+def has_added(runtime: Runtime) -> bool:
+    """Whether any rank has, to the first unit in the first minibatch."""
+    return runtime._store.collect(0, 1) is not None
+
+
 def test_who_finds_the_lock_of_a_sum_taken_waits_for_it() -> None:
     def body(runtime: Runtime, exchange: ThreadExchange) -> None:
         begin(runtime)
@@ -128,11 +133,8 @@ def test_who_finds_the_lock_of_a_sum_taken_waits_for_it() -> None:
         if exchange.rank == 1:
             runtime.scatter_accumulate(0, torch.ones(18))
         else:
-            deadline = time.monotonic() + 10
-            while peers.by_rank[1].waiting_on is None and runtime._store.collect(0, 1) is None:
-                assert time.monotonic() < deadline
-                time.sleep(1e-3)
-            assert runtime._store.collect(0, 1) is None, "rank 1 has added without the lock"
+            until(lambda: peers.by_rank[1].waiting_on is not None or has_added(runtime), "rank 1 does not come", 10.0)
+            assert not has_added(runtime), "rank 1 has added without the lock"
             peers.blocks[0].unlock(0)
         runtime.finish()
         assert sum_of(runtime).tolist() == [1.0] * 9

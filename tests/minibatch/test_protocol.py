@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import ONE_UNIT, ThreadExchange, of_one_unit, run_runtimes, run_threads, sum_of, values
+from watching import until
 
 from odc import AbortedError, MisuseError, ParamSlice, ProtocolError, Runtime, RuntimeConfig, UnitSpec
 from odc.minibatch.accumulators import AccumulatorStore
@@ -297,10 +298,8 @@ def test_what_a_rank_says_of_its_end_stays_until_all_have_looked() -> None:
         protocol, look = runtime._protocol, runtime._protocol._check_ends
 
         def look_late() -> None:
-            deadline = time.monotonic() + 10
-            while exchange.rank == 0 and runtime._transport.count(1, protocol._done) < 2:
-                assert time.monotonic() < deadline
-                time.sleep(1e-3)
+            if exchange.rank == 0:
+                until(lambda: runtime._transport.count(1, protocol._done) >= 2, "rank 1 is not done", 10.0)
             look()
 
         protocol._check_ends = look_late  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any
 
 import pytest
+from watching import until
 
 from odc import OdcError, PeerClosedError, PeerDiedError, PeerSilentError, limits
 from odc.engines.base import no_op
@@ -383,10 +384,8 @@ def test_ranks_that_transfer_to_each_other_at_the_same_time_do_not_wait_for_each
             transfer_thread.join(100)
         assert not errors
         num_writes, num_reads = (ACTIONS[what].count(action) for action in ("write", "read"))
-        deadline = time.monotonic() + 30
-        while any(len(owner.delivered) < num_writes for owner in owners):  # a post comes behind what was written
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        # A post comes behind what was written.
+        until(lambda: all(len(owner.delivered) >= num_writes for owner in owners), "a post does not come", 30.0)
         for rank, owner in enumerate(owners):
             assert owner.delivered == [(1 - rank, False)] * num_writes
             assert owner.bytes == (sources[1 - rank] if num_writes else bytes(LARGE))

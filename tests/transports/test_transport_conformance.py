@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 from fake_nvshmem import FakeNvshmemTransport, registered_fakes
 from process_ranks import run_ranks
 from thread_ranks import ThreadExchange, run_threads, values
+from watching import until
 
 from odc.engines.base import Part
 from odc.errors import ConfigError, SetupError
@@ -99,12 +101,8 @@ def all_are_told(transport: Transport) -> bool:
     return not transport.to_forward
 
 
-def eventually(holds: Callable[[], bool], limit_s: float = 20.0) -> None:
-    """News of another host takes a moment."""
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+eventually = partial(until, otherwise="the other rank's news do not come", timeout_s=20.0)
+"""News of another host takes a moment."""
 
 
 @pytest.fixture(params=run_of([*NEAR, *FAR]))
