@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_ranks import across, assert_all_say, run_ranks, start_ranks, wait_until
+from process_ranks import across, run_ranks, start_ranks, wait_until
 from training import Net, build, evaluated, shard, train, wrap
 
 import odc
@@ -163,19 +163,6 @@ def test_ctrl_c_while_closing_leaves_nothing_and_pulls_nothing_away(tmp_path: Pa
     (was_interrupted, _), (_, loss) = run_ranks(2, across, 2, interrupted_while_closing, str(tmp_path), timeout_s=120)
     assert was_interrupted
     assert loss > 0
-
-
-def test_steps_that_need_a_rank_that_has_closed_name_it() -> None:
-    """It lends its parameters; it takes part in nothing any more."""
-    results = start_ranks(2, across, 2, leaving_early).join(120)
-    assert results[0].error is None, results[0].error
-    assert_all_say(results[1:], "it closed its session", kinds=["PeerClosedError"])
-    assert results[1].seconds < 60
-
-
-def leaving_early(rank: int, world_size: int) -> None:
-    _model, session = trained(rank, world_size, STEPS + rank)
-    session.close()
 
 
 def ending_after_close(rank: int, world_size: int) -> None:

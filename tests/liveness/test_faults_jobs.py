@@ -10,16 +10,14 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faulty_ranks import JOB, NOTICE_S, RIGS, TIMEOUT, alive_members, endless, output_of, start_job, wait_for_text
+from faulty_ranks import NOTICE_S, TIMEOUT, TORCHRUN, alive_members, endless, output_of, start_job, wait_for_text
 from process_ranks import across, run_ranks, start_ranks
 from training import build, full_parameters, largest_difference, reference, shard, train
 from watching import do_before, killed_on_error, scheduler_state, until, written
@@ -256,37 +254,28 @@ dist.destroy_process_group()
 """
 
 
-TORCHRUN = ["torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("launcher", "through", "hosts", "patched"),
     [
         pytest.param(TORCHRUN, [], 1, "shm", id="torchrun"),
         pytest.param(TORCHRUN, [], 2, "tcp", id="torchrun-2 hosts"),
-        pytest.param(["odc", "run"], [], 1, "patched by odc run", id="odc run"),
+        pytest.param(("odc", "run"), [], 1, "patched by odc run", id="odc run"),
         pytest.param(TORCHRUN, ["-m", "odc.run"], 1, "patched by odc run", id="torchrun odc.run"),
     ],
 )
 def test_a_restarted_job_trains_to_the_end(
-    launcher: list[str], through: list[str], hosts: int, patched: str, tmp_path: Path
+    launcher: Sequence[str], through: list[str], hosts: int, patched: str, tmp_path: Path
 ) -> None:
     """Rank 1 kills itself in the first attempt; `odc run` patches anew in the second one.
 
     Rank 0 is told, or ended by the launcher first: which of the two comes first is the launcher's affair.
     """
     by_odc_run = patched == "patched by odc run"
-    script = tmp_path / "job.py"
     body = RESTARTED_JOB.format(hosts=hosts, patch=not by_odc_run, counts=COUNTS)
-    script.write_text(JOB.format(tests=RIGS, body=body))
-    options = ["--nproc-per-node", "2", "--max-restarts", "1"]
-    command = [sys.executable, "-m", *launcher, *options, *through, str(script)]
     # Without this, attempts share a store, and a rank of the second one may meet the address of a dead rank in gloo.
-    env = {**os.environ, **TIMEOUT, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    job = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
-    )
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    job = start_job(tmp_path, body, "--max-restarts", "1", *through, launcher=launcher, env=env)
     text = output_of(job, 400)
     assert job.returncode == 0, text
     ends = sorted(re.findall("ATTEMPT .*", text))

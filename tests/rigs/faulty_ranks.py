@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from process_ranks import RankGroup, RankResult, across, start_ranks
@@ -193,18 +194,24 @@ for step in range(10_000):
 """
 
 
-def start_job(tmp_path: Path, body: str, nproc: int = 2, prefix: list[str] | None = None) -> subprocess.Popen[str]:
+TORCHRUN = ("torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+
+
+def start_job(
+    tmp_path: Path,
+    body: str,
+    *options: str,
+    launcher: Sequence[str] = TORCHRUN,
+    prefix: Sequence[str] = (),
+    env: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[str]:
+    """Two ranks, under a module that launches them, with ``options``; ``prefix``: a command in front of it."""
     script = tmp_path / "job.py"
     script.write_text(JOB.format(tests=RIGS, body=body))
-    command = [
-        *(prefix or []),
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script)),
-    ]
-    env = {**os.environ, **TIMEOUT, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
-    )
+    command = [*prefix, sys.executable, "-m", *launcher, "--nproc-per-node", "2", *options, str(script)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    env = {**os.environ, **TIMEOUT, "OMP_NUM_THREADS": "1", **env}
+    return subprocess.Popen(command, **pipes, env=env, start_new_session=True)
 
 
 def run_job(launcher: WarmLauncher, folder: Path, body: str) -> tuple[list[int], str]:
