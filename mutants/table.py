@@ -778,6 +778,20 @@ MUTANTS = (
         (("blamed = max(chain, key=lambda one: silences[one] - self.limit_s(one))", "blamed = chain[0]"),),
     ),
     Mutant(
+        "liveness-who-waits-is-never-silent",
+        "A rank that says that it waits is never called silent. One that is stopped in a wait says so for good: others take it for a circle of ranks that wait for each other, and name no cause.",
+        (
+            "tests/liveness/test_faults.py::test_a_rank_that_is_hurt_is_named_by_all_others[rank 1-wait-stop-waits_for_rank_0]",
+        ),
+        "odc/rank/waiting.py",
+        (
+            (
+                "(limits.STATUS_LAG_S if self._job.peer(rank).waiting_on is not None else 0.0)",
+                "(1e9 if self._job.peer(rank).waiting_on is not None else 0.0)",
+            ),
+        ),
+    ),
+    Mutant(
         "liveness-who-has-been-in-a-collective-is-said-to-be-missing-in-it",
         "A rank that has left a collective of all ranks, and waits for one that is still in it, says that both wait for good. A job ends where a large broadcast takes its time.",
         (
@@ -1182,6 +1196,15 @@ MUTANTS = (
         ("tests/trainers/test_trainers_late.py::test_a_collator_that_makes_something_else_each_time_is_refused",),
         "trainers/late.py",
         (("if found != expected:", "if False and found != expected:"),),
+    ),
+    Mutant(
+        "transports-a-fork-holds-the-links",
+        "A forked DataLoader worker keeps the connections of its rank to other hosts open. When the rank dies they do not end, and the ranks there wait for it until the time limit.",
+        (
+            "tests/liveness/test_faults.py::test_a_rank_that_is_hurt_is_named_by_all_others[rank 1-gather.before-kill-with_a_child-2 hosts]",
+        ),
+        "odc/transports/_links.py",
+        (("        os.register_at_fork(after_in_child=_close_inherited)", "        pass"),),
     ),
     Mutant(
         "transports-device-counters-do-not-wrap",
