@@ -501,7 +501,8 @@ def test_prepare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         with no_gpu(monkeypatch, tmp_path) as driver:
             engine.prepare(units)
             assert loaded == [(entry.name, INDEX) for entry in needed]
-            assert (driver.launched, cuda.current_device()) == (["_fill_kernel"], 0)
+            assert driver.launched == ["_fill_kernel"]
+            assert cuda.current_device() == 0
         for where in ("prepare_kernels", "fill"):
             monkeypatch.setattr(f"odc.engines.cuda.{where}", no_gcc)
             with pytest.raises(SetupError, match=r"RuntimeError: no gcc.*TRITON_CACHE_DIR"):

@@ -181,7 +181,8 @@ def test_with_a_closure_gradients_are_final_behind_it(ear: Ear, model: nn.Linear
         return torch.tensor(7.0)
 
     loss = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
-    assert (loss, ear.names) == (7.0, ["closure", "optimizer.step", "after optimizer.step"])
+    assert loss == 7.0
+    assert ear.names == ["closure", "optimizer.step", "after optimizer.step"]
 
 
 def test_lbfgs_is_refused_only_for_parameters_of_a_listener(model: nn.Linear) -> None:
@@ -274,7 +275,8 @@ def test_who_wraps_a_function_of_torch_meanwhile_keeps_it_wrapped(
     assert torch.optim.Optimizer.zero_grad is wrapped
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.zero_grad()
-    assert (calls, first.names) == (["wrapped"], [])
+    assert calls == ["wrapped"]
+    assert first.names == []
     second = Ear()
     optimizer.zero_grad()
     assert second.names == [
@@ -480,7 +482,8 @@ def test_a_step_inside_a_step_is_over_with_the_outer_one(ear: Ear, model: nn.Lin
     nested.step()
     assert ear.names == ["optimizer.step", "optimizer.step", "after optimizer.step"]
     plain.step()
-    assert (ear.names[-1], len(ear.names)) == ("after optimizer.step", 5)
+    assert ear.names[-1] == "after optimizer.step"
+    assert len(ear.names) == 5
 
 
 def test_a_listener_is_not_kept_alive(model: nn.Linear) -> None:

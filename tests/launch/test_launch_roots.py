@@ -178,7 +178,8 @@ def test_ranks_that_come_with_different_roots_patch_all_that_both_have() -> None
         policy(torch.ones(1, 3))
         assert len(patched) == 2
         later(torch.ones(1, 3))
-        assert (patched, said) == ([policy, reference, later], ["odc: patched Sequential (FSDP2): fake"] * 3)
+        assert patched == [policy, reference, later]
+        assert said == ["odc: patched Sequential (FSDP2): fake"] * 3
     finally:
         patching.close()
     assert ended == ["closed"] * 3
