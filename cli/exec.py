@@ -42,10 +42,10 @@ def exec_(context: typer.Context) -> None:
         prog="odc exec",
         usage="odc exec [options] -- command [arguments]",
         parents=[odc_options()],
-        description="Any command that starts ranks by itself, each of them with on-demand communication.",
+        description="Run a command that starts ranks by itself. ODC starts in each of these ranks.",
         epilog="Example: odc exec -- llamafactory-cli train config.yaml",
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="that starts ranks, and its arguments")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the one that starts ranks, then its arguments")
     options = parser.parse_args(context.args)
     command = options.command[options.command[:1] == ["--"] :]
     del options.command

@@ -29,7 +29,7 @@ class MinibatchSampler:
         lengths: tokens of each sample of the dataset, at least 1 each and at most 2**53 in all.
         minibatch_size: samples per rank in a minibatch; a global minibatch has ``world_size`` times as many.
         world_size: number of ranks.
-        cost: cost model.
+        cost: cost model of a sample, such as :class:`~odc.balance.TransformerCost`.
         policy: a name for :func:`~odc.balance.get_policy`, or a policy.
         max_tokens: maximum tokens per microbatch; default: the longest sample of the dataset (paper section 5.1).
         batch_size: samples per rank that a two-level policy ("verl-native") balances together before it cuts them into

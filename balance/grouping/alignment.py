@@ -66,8 +66,8 @@ class Alignment(ABC):
 class AlignedGroups(Alignment):
     """All ranks have the same number of steps, of one microbatch each, as collectives need.
 
-    Groups are split or put back into pools until numbers are equal (ODB: the distributed group alignment problem). One
-    exchange per round of steps.
+    Groups are split or put back into pools until numbers are equal (the distributed group alignment problem of Online
+    Dynamic Batching). Ranks exchange one vector per round: after filling their pools, before the next steps.
 
     Example:
         >>> AlignedGroups(gradient_accumulation_steps=4).join
@@ -96,7 +96,8 @@ class EqualSteps(Alignment):
     """All ranks have the same number of steps, and the padded microbatches of a step have about the same cost.
 
     Each rank knows the lengths in all pools, and makes these microbatches in place of the groups of
-    ``Grouping("token-budget")``; no other grouping is taken. One exchange per round of steps.
+    ``Grouping("token-budget")``; no other grouping is taken. Ranks exchange one vector per round: after filling their
+    pools, before the next steps.
 
     Example:
         >>> EqualSteps(cost=QuadraticCost(1e-2, 1.0)).gradient_accumulation_steps
@@ -130,7 +131,8 @@ class EqualSteps(Alignment):
 class EqualMinibatches(Alignment):
     """All ranks have the same cost per minibatch, and any number of microbatches, which needs ODC.
 
-    All agree on a quota, and each fills its minibatch from its own pool. One exchange per minibatch.
+    All ranks agree on a quota of cost, and each fills its minibatch from its own pool up to this quota. One exchange
+    per minibatch.
 
     Example:
         >>> EqualMinibatches(minibatch_size=4, cost=QuadraticCost(1e-2, 1.0)).late_binding
