@@ -120,10 +120,10 @@ HYBRID = {
     "hybrid, set_requires_all_reduce": Case(with_(loops.accumulation, loops.reduce_last_only), TOLERANCE),
     "hybrid, another divide factor for each microbatch": Case(loops.divided_by_microbatch, TOLERANCE),
     "hybrid, ranks without microbatches": Case(hybrid.without_microbatches),
+    "hybrid, step by unit": Case(with_(by_unit.loop, by_unit.momentum, 0.05), by_unit.CLOSE, minibatches=4),
 }
 FURTHER_HYBRID = {
     "hybrid, evaluation": Case(with_(loops.evaluation, torch.no_grad), TOLERANCE),
-    "hybrid, step by unit": Case(with_(by_unit.loop, by_unit.momentum, 0.05), by_unit.CLOSE, minibatches=4),
     "hybrid, optimizer in backward": Case(with_(by_unit.in_backward, by_unit.adamw_by_parameter)),
 }
 OTHERS = pairs_of("fsdp1")
