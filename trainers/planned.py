@@ -330,10 +330,15 @@ class PackedDataset(Dataset[Bundle]):
             if ahead is not None and np.array_equal(ahead[0], part.samples):
                 self._planned = part.samples, ahead[1].result()
             else:
-                self._planned = part.samples, self.planner.plan(part.samples)
+                self._planned = part.samples, self._make_plan(part.samples)
             if part.following is not None and get_worker_info() is None:
-                self._ahead = part.following, Later(partial(self.planner.plan, part.following))
+                self._ahead = part.following, Later(partial(self._make_plan, part.following))
         return self._planned[1]
+
+    def _make_plan(self, samples: IntArray) -> Plan:
+        plan = self.planner.plan(samples)
+        plan.microbatches[self._rank]  # packed here, beside the training
+        return plan
 
     def collated(self, sample: int) -> dict[str, torch.Tensor]:
         """A sample by itself.

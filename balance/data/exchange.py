@@ -222,7 +222,8 @@ class VectorExchange:
         if "timed out" in str(error).lower():
             return PeerSilentError(
                 f"{who} did not come for its next minibatch within {self._timeout_s:g} s. If it may take so "
-                "long (an evaluation, a checkpoint), raise exchange_timeout_s of the loader"
+                "long (an evaluation, a checkpoint), raise timeout_s of the stream's alignment, or "
+                "exchange_timeout_s of a MultimodalLoader"
             )
         return PeerDiedError(f"{who} is gone, while rank {self._me} waited for it ({shorten(str(error))})")
 

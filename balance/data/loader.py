@@ -201,7 +201,7 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         if place.world_size != sampler.world_size:
             raise ValueError(
                 f"a mesh of {place.world_size} ranks, and a sampler for world_size={sampler.world_size}: expected "
-                f"MinibatchSampler(..., world_size=mesh.size())"
+                "MinibatchSampler(..., world_size=mesh.size())"
             )
         self.rank = place.rank
         self.sampler = sampler
@@ -225,13 +225,12 @@ class MinibatchLoader(Generic[SampleT, BatchT]):
         self._queues: WorkQueues | None = None
         if late_binding:
             self._check_late_binding()
-            together = together_on(mesh)
             self._queues = WorkQueues(
                 place,
                 self._late_identity(),
                 own_store(),
                 sampler.speeds,
-                together,
+                together_on(mesh),
                 sampler.microbatch_cost,
                 learns_speeds=True,
             )

@@ -82,8 +82,7 @@ def _with_sampler(
 ) -> dict[str, Any]:
     """Arguments of a ``MinibatchLoader``, of those that it had when it made its sampler."""
     options = _popped(given, _SAMPLER)
-    changes = ["MinibatchSampler(lengths, ...) for the options of a sampler", *_moved(given, "read", ReadOptions())]
-    _warn(changes)
+    _warn(["MinibatchSampler(lengths, ...) for the options of a sampler", *_moved(given, "read", ReadOptions())])
     world_size = Place.of(rank, world_size, mesh).world_size
     sampler = MinibatchSampler(lengths, world_size=world_size, **options)
     return {"dataset": dataset, "sampler": sampler, "collate": collate, "rank": rank, "mesh": mesh, **given}

@@ -140,10 +140,13 @@ class StreamLoader(Generic[SampleT, BatchT]):
         )
         check_kind(order, "order", Order, "Order(...)")
         check_kind(read, "read", ReadOptions, "ReadOptions(...)")
-        needed = {"collate": collate, "length": length}
-        optional = {"transform": transform, "num_loss_tokens": num_loss_tokens}
-        for name, function in {**needed, **optional}.items():
-            if not (callable(function) or (function is None and name in optional)):
+        for name, function, is_needed in (
+            ("collate", collate, True),
+            ("length", length, True),
+            ("transform", transform, False),
+            ("num_loss_tokens", num_loss_tokens, False),
+        ):
+            if not callable(function) and (is_needed or function is not None):
                 raise TypeError(f"{name}={shown(function)}: expected a function")
         self._place = Place.of(rank, world_size, mesh, group)
         self.rank, self.world_size = self._place.rank, self._place.world_size
